@@ -29,7 +29,9 @@ class Kind(StrEnum):
 
     STEP_BEGIN = "step_begin"  # position
     STEP_END = "step_end"  # loss, tokens, stall_s
-    OPERATION = "operation"  # op (F/B/W/BW), chunk, microbatch; woven, if it ran as one with its pair; has a duration
+    # op (F/B/W/BW), chunk, microbatch; woven, if it ran as one with its pair; has a duration: on a CUDA device that of the
+    # device's work, and then written once that is over, with the step it was for
+    OPERATION = "operation"
     SEND = "send"  # tag, bytes; duration from queued to done; over endpoints begun_s, copy_s (to host memory)
     # tag, bytes, needed_s; duration from posted to taken; over endpoints arrived_s, and by the sender's clock queued_s, sent_s
     RECV = "recv"
@@ -144,10 +146,12 @@ class FlightRecord:
         """Call `sink(event)` for every later event, in the writer's thread."""
         self._sinks.append(sink)
 
-    def write(self, kind: Kind, *, begin_s: float | None = None, step: int | None = None, **detail: Any) -> Event:
-        """Record an event that ends now (and began at `begin_s`, if given)."""
-        now = self.clock()
-        event = Event(kind, self.rank, self.step if step is None else step, now if begin_s is None else begin_s, now, detail)
+    def write(
+        self, kind: Kind, *, begin_s: float | None = None, end_s: float | None = None, step: int | None = None, **detail: Any
+    ) -> Event:
+        """Record an event that ends now, or ended at `end_s` (and began at `begin_s`, if given)."""
+        end = self.clock() if end_s is None else end_s
+        event = Event(kind, self.rank, self.step if step is None else step, end if begin_s is None else begin_s, end, detail)
         with self._lock:
             self._events.append(event)
         for sink in self._sinks:
@@ -317,24 +321,52 @@ class BoundedSink:
         self._detail.close()
 
 
+_NEAR_CHANGE = 60  # lines before and after a quorum of other contributors that stay: some steps
+
+
 def shrink_life(path: Path, most_bytes: int = 16 << 10) -> None:
-    """Of a life that has ended, whose `BoundedSink` had this `path`: delete the details, and of its steps all but the newest
-    `most_bytes`, which tell when and where it ended. What is rare stays. A crash in between costs nothing. Raises OSError."""
+    """Of a life that has ended, whose `BoundedSink` had this `path`: delete the details, and of its steps all but two times
+    `most_bytes`: the newest, which tell when and where it ended, and the newest of those around a quorum with other
+    contributors, which tell what the loss of a replica cost. What is rare stays. A crash in between costs nothing. Raises
+    OSError."""
     old = path.with_suffix(".old.jsonl")
     for detail in (path.with_suffix(".detail.jsonl"), path.with_suffix(".detail.old.jsonl")):
         detail.unlink(missing_ok=True)
-    if old.exists() or (path.exists() and path.stat().st_size > most_bytes):
-        tail = b"".join(_end_of(page, most_bytes) for page in (old, path) if page.exists())[-most_bytes:]
+    if old.exists() or (path.exists() and path.stat().st_size > 2 * most_bytes):
+        pages = [page.read_bytes().splitlines(keepends=True) for page in (old, path) if page.exists()]
+        lines = list(dict.fromkeys(line for page in pages for line in page))  # a crash behind the rename has left some twice
+        newest = _newest(range(len(lines)), lines, most_bytes)
+        near = _newest([at for at in _near_changes(lines) if at not in newest], lines, most_bytes)
         part = path.with_suffix(".part")
-        part.write_bytes(tail[tail.find(b"\n") + 1 :])  # from the first whole line on
+        part.write_bytes(b"".join(lines[at] for at in sorted(newest | near)))
         os.replace(part, path)
         old.unlink(missing_ok=True)
 
 
-def _end_of(path: Path, most_bytes: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
-        return file.read()
+def _newest(places: Sequence[int], lines: Sequence[bytes], most_bytes: int) -> set[int]:
+    """The last of these lines, as many as have so many bytes."""
+    kept, left = set[int](), most_bytes
+    for at in reversed(places):
+        if (left := left - len(lines[at])) < 0:
+            break
+        kept.add(at)
+    return kept
+
+
+def _near_changes(lines: Sequence[bytes]) -> list[int]:
+    before: Any = None
+    near: set[int] = set()
+    for at, line in enumerate(lines):
+        if not line.startswith(b'{"kind":"quorum",'):
+            continue
+        try:
+            now = json.loads(line)["detail"].get("contributors")
+        except (ValueError, KeyError):  # cut short by a kill
+            continue
+        if before is not None and now != before:
+            near.update(range(max(0, at - _NEAR_CHANGE), min(len(lines), at + _NEAR_CHANGE)))
+        before = now
+    return sorted(near)
 
 
 def read_events(path: Path) -> Iterator[Event]:

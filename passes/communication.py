@@ -88,6 +88,7 @@ KNOWN: dict[str, Communication] = {
 }
 WAITS = frozenset({"dc::wait_allgather"})  # besides that of the functional collectives
 AMONG_COMPUTE = frozenset({"dc::release_param"})  # views by their schemas, with an effect; in order with compute
+DEFERRED = frozenset({"dc::reduce_grad"})  # fills a bucket that is sent later: gathers behind it may be launched before it
 UNTOLD = frozenset({"dc"})  # namespaces whose other operators have effects that their schemas do not tell
 REGISTERED: dict[str, Communication] = {}  # by `register`; of this process, as torch's operators are
 

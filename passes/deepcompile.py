@@ -3,8 +3,8 @@
 In: a forward or backward graph as DeepCompile hands it to its passes, after the one that has put in ZeRO's own operators. Out:
 the same graph in the order of `passes.hide`. DeepSpeed's operators (`torch.ops.dc`) take no process group and say little in
 their schemas, so what they do is described in `passes.communication`: gathers of parameters are launched ahead, within `hide`'s
-bound on memory; reductions of gradients stay in order among all communication; everything else of DeepSpeed's stays where it
-is.
+bound on memory, also past reductions of gradients, which keep their order among themselves; everything else of DeepSpeed's
+stays where it is.
 
     from helixrt.passes import deepcompile
     deepcompile.register(engine)
@@ -20,6 +20,7 @@ from torch import fx
 
 from helixrt.errors import ConfigError
 from helixrt.passes.hide import hide
+from helixrt.passes.inductor_private import keep_order
 
 NAME = "helixrt_hide"
 ORDERED_ELSEWHERE = ("prefetch",)  # DeepSpeed's own pass for gathers: it fuses them, and plans their memory itself
@@ -55,5 +56,7 @@ def contract() -> Any:
 
 def register(engine: Any) -> None:
     """Register the pass with a DeepSpeed engine, under `NAME`, for the schedule that `engine.compile` is given. After
-    `zero1_compile`, `zero2_compile` or `zero3_compile`; DeepCompile itself needs CUDA."""
+    `zero1_compile`, `zero2_compile` or `zero3_compile`; DeepCompile itself needs CUDA. Inductor's own pass that reorders for
+    peak memory is switched off for the process, since it would undo the order."""
+    keep_order()
     engine.register_compile_pass(NAME, hide_collectives, contract())

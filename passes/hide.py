@@ -65,7 +65,7 @@ def operators(listed: Sequence[fx.Node]) -> list[Operator]:
             drawn = index
         if nodes.communicates(node):
             needs += [] if launched is None else [launched]
-            launched = index
+            launched = launched if nodes.is_deferred(node) else index
         found.append(Operator(node.name, kind, 0.0, tuple(sorted(set(needs)))))
     return bounded(listed, found)
 

@@ -42,3 +42,11 @@ def laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     if value.stride() == stride:
         return value
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def keep_order() -> None:
+    """Have inductor keep the order of graphs, in this process from now on: its pass for peak memory puts a gather right before
+    the wait for it."""
+    from torch._inductor import config
+
+    config.reorder_for_peak_memory = False

@@ -130,10 +130,11 @@ class Stopwatch:
             run()
             return (time.perf_counter_ns() - began) / 1e3
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(self.device)  # that of another device may be current
         torch.cuda.synchronize(self.device)
-        start.record()
+        start.record(stream)
         run()
-        end.record()
+        end.record(stream)
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from helixrt.passes.communication import (
     AMONG_COMPUTE,
+    DEFERRED,
     FUNCTIONAL,
     UNTOLD,
     WAITS,
@@ -127,6 +128,12 @@ def is_wait(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return (target.namespace in FUNCTIONAL and target._opname == "wait_tensor") or target._schema.name in WAITS
+
+
+def is_deferred(node: fx.Node) -> bool:
+    """Hands over what is sent later: communication behind it may be launched before it, on all ranks alike."""
+    found = schema(node)
+    return found is not None and found.name in DEFERRED
 
 
 def is_among_compute(node: fx.Node) -> bool:

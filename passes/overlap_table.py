@@ -1,10 +1,11 @@
 """The overlap table of a machine: which operators of transformers hide behind which (DHelix, section 3.2, Figure 4).
 
-In: the ranks of a process group that is ready, and sizes. Out: for a matrix product, attention forward and backward, and
-three collectives, the time of each alone and the overlap effectiveness factor of any two. Collectives run inside hosts
-or between them, as the ranks are placed; every pair of two collectives has two groups of its own, which do not wait for each
-other. Two compute operators run in two threads of a CPU, or on two streams of a GPU. Of each pair the shorter is repeated
-until both take about as long; a collective's repetitions are launched at once.
+In: the ranks of a process group that is ready, and sizes. Out: for a matrix product, attention forward and backward, three
+collectives, and on a GPU copies to and from the host, the time of each alone and the overlap effectiveness factor of any two.
+Collectives run inside hosts or between them, as the ranks are placed; every pair of two collectives has two groups of its own,
+which do not wait for each other. A single rank has none. Two compute operators run in two threads of a CPU, or on two streams
+of a GPU; so do copies, of a message between the GPU and the host's pinned memory. Of each pair the shorter is repeated until
+both take about as long; a collective's repetitions are launched at once.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def overlap_table(sizes: Sizes, device: torch.device) -> Table:
     watch = Stopwatch(device, ranks)
     hosts = [text.decode() for text in ranks.everyone(this_host().encode())]
     with ThreadPoolExecutor(1, "beside", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as thread:
-        rows = [*_compute(sizes, device, thread), *_collectives(sizes, device, hosts)]
+        beside = _OnStream(device) if device.type == "cuda" else _InThread(thread)
+        message = torch.randn(sizes.tokens, sizes.hidden, dtype=sizes.dtype, device=device)
+        rows = [*_compute(sizes, device, beside), *_copies(message, beside), *_collectives(message, hosts)]
         with torch.no_grad():
             timed = [watch.collective(r.run) if r.communicates else watch.compute(r.run) for r in rows]
             alone = ranks.maxima([time.time_us for time in timed])
@@ -97,7 +100,7 @@ def several(start: Callable[[], Any], times: int) -> Callable[[], list[Any]]:
     return lambda: [start() for _ in range(times)]
 
 
-def _compute(sizes: Sizes, device: torch.device, thread: ThreadPoolExecutor) -> list[_Row]:
+def _compute(sizes: Sizes, device: torch.device, beside: _OnStream | _InThread) -> list[_Row]:
     tokens, hidden, heads = sizes.tokens, sizes.hidden, sizes.heads
 
     def random(*shape: int) -> torch.Tensor:
@@ -105,35 +108,47 @@ def _compute(sizes: Sizes, device: torch.device, thread: ThreadPoolExecutor) -> 
 
     x, weight = random(tokens, hidden), random(hidden, 4 * hidden)
     query, key, value = (random(1, heads, tokens, hidden // heads).requires_grad_() for _ in range(3))
-    with torch.enable_grad():
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    gradient = random(*output.shape)
+    gradient = torch.randn_like(query)
 
     def attention() -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    def backward() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
+    def backward() -> Callable[[], Any]:
+        """Of a forward that runs now: autograd runs a backward on its forward's stream."""
+        with torch.enable_grad():
+            output = attention()
+        return lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
 
-    started = _OnStream(device) if device.type == "cuda" else _InThread(thread)
     shape = f"{heads} heads of {hidden // heads}, {tokens} tokens, causal"
-    rows = (
-        ("GEMM", f"[{tokens}, {hidden}] x [{hidden}, {4 * hidden}]", lambda: x @ weight),
-        ("FA", f"attention, {shape}", attention),
-        ("FA_BWD", f"attention's backward, {shape}", backward),
-    )
-    return [_Row(name, what, run, started.starting(run)) for name, what, run in rows]
+    return [
+        _Row("GEMM", f"[{tokens}, {hidden}] x [{hidden}, {4 * hidden}]", *beside.made(lambda: lambda: x @ weight)),
+        _Row("FA", f"attention, {shape}", *beside.made(lambda: attention)),
+        _Row("FA_BWD", f"attention's backward, {shape}", *beside.made(backward)),
+    ]
 
 
-def _collectives(sizes: Sizes, device: torch.device, hosts: Sequence[str]) -> list[_Row]:
+def _copies(message: torch.Tensor, beside: _OnStream | _InThread) -> list[_Row]:
+    """Of the message between a GPU and pinned memory of the host; none of a processor's."""
+    if message.device.type == "cpu":
+        return []
+    host, back = torch.empty_like(message, device="cpu", pin_memory=True), torch.empty_like(message)
+    what = f"{message.nbytes / 1024:g} KiB, the GPU"
+    return [
+        _Row("to host", f"{what} to pinned memory", *beside.made(lambda: lambda: host.copy_(message, non_blocking=True))),
+        _Row("from host", f"{what} from pinned memory", *beside.made(lambda: lambda: back.copy_(host, non_blocking=True))),
+    ]
+
+
+def _collectives(message: torch.Tensor, hosts: Sequence[str]) -> list[_Row]:
     """All-gather inside hosts, all-to-all and all-reduce between them, as far as there are both."""
     count = dist.get_world_size()
+    if count == 1:
+        return []
     places = [[rank for rank in range(count) if hosts[rank] == host] for host in dict.fromkeys(hosts)]
     if len({len(place) for place in places}) > 1:
         raise ConfigError("ranks", count, f"must be equally many on every host, not {list(map(len, places))}")
     local = places if len(places[0]) > 1 else []
     cross = [list(across) for across in zip(*places, strict=True)] if len(places) > 1 else []
-    message = torch.randn(sizes.tokens, sizes.hidden, dtype=sizes.dtype, device=device)
     rows = []
     for name, target, where in (
         ("all-gather", ops.all_gather_into_tensor.default, local or cross),
@@ -141,7 +156,7 @@ def _collectives(sizes: Sizes, device: torch.device, hosts: Sequence[str]) -> li
         ("all-reduce", ops.all_reduce.default, cross or local),
     ):
         size = len(where[0])
-        sent = message[: sizes.tokens // size * size] if name == "all-to-all" else message
+        sent = message[: message.shape[0] // size * size] if name == "all-to-all" else message
         each = [sent.shape[0] // size] * size
         extra: tuple[Any, ...] = {"all-gather": (size,), "all-to-all": (each, each), "all-reduce": ("sum",)}[name]
         runs = [Operation(target, [((sent, *extra, _own(where)), {})]) for _ in range(2)]
@@ -177,8 +192,10 @@ class _InThread:
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self.thread = thread
 
-    def starting(self, run: Callable[[], Any]) -> Callable[[], _Joined]:
-        return lambda: _Joined(self.thread.submit(run))
+    def made(self, make: Callable[[], Callable[[], Any]]) -> tuple[Callable[[], Any], Callable[[], _Joined]]:
+        """What runs an operator, and what starts it beside others."""
+        run = make()
+        return run, lambda: _Joined(self.thread.submit(run))
 
 
 class _OnStream:
@@ -187,14 +204,19 @@ class _OnStream:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
 
-    def starting(self, run: Callable[[], Any]) -> Callable[[], _OnStream]:
+    def made(self, make: Callable[[], Callable[[], Any]]) -> tuple[Callable[[], Any], Callable[[], _OnStream]]:
+        """What runs an operator on the current stream, and what starts it on the second one."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            run = make()
+
         def start() -> _OnStream:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 run()
             return self
 
-        return start
+        return make(), start
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_stream(self.stream)

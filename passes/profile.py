@@ -141,16 +141,12 @@ def planning_group(groups: Mapping[str, Group]) -> Any:
 
 
 def device_of(parts: Sequence[Part]) -> torch.device:
-    """Where the parts compute."""
-    for part in parts:
-        for node in part.graph.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and node.op == "call_function":
-                index = value.device.index
-                if value.device.type == "cuda" and index is None:
-                    index = torch.cuda.current_device()
-                return torch.device(value.device.type, index)
-    return torch.device("cpu")
+    """Where the parts compute: on the processor only if all their operators do, since on a GPU, too, some give values there
+    (the state of a generator, numbers that are made into tensors)."""
+    made = (node.meta.get("val") for part in parts for node in part.graph.nodes if node.op == "call_function")
+    devices = (value.device for values in made for value in tensors(values))
+    found = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
 
 
 class Run:

@@ -8,7 +8,7 @@ size they could index.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import fx
 
 from helixrt.passes import nodes
+from helixrt.passes.communication import arguments
+from helixrt.passes.fused import Fused
 from helixrt.passes.index_ranges import Range, index_ranges
 from helixrt.passes.replay import STATE, state_of
 
@@ -23,6 +25,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 SEED = 20240229
 MOST_SETS = 16
+ON_HOST = ("philox_seed", "philox_offset")  # arguments of these operators, which their forward makes on the processor
+READ_ON_HOST = frozenset({"aten::_scaled_dot_product_efficient_attention_backward", "aten::_efficient_attention_backward"})
 
 
 def samples(node: fx.Node, cold_bytes: int = 0) -> list[Arguments]:
@@ -32,22 +36,36 @@ def samples(node: fx.Node, cold_bytes: int = 0) -> list[Arguments]:
     in the cache. So sets have their own copies of the former, until all together are `cold_bytes`, and share the
     latter. Raises ValueError when the graph does not say what an argument looks like.
     """
-    makers = _Makers(default_range(node), index_ranges(node), {}, {})
+    makers = _Makers(default_range(node), index_ranges(node), on_host(node), {}, {})
     far = sum(nodes.size_bytes(n) for n in node.all_input_nodes if nodes.storage_owner(n).op == "placeholder")
     sets = min(MOST_SETS, max(1, cold_bytes // far)) if far else 1
     made = []
     for _ in range(sets):
-        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), makers.real)
-        made.append((with_state(node, tuple(arguments)), dict(keywords)))
+        positional, keywords = fx.node.map_arg((node.args, node.kwargs), makers.real)
+        made.append((with_state(node, tuple(positional)), dict(keywords)))
     return made
 
 
-def with_state(node: fx.Node, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_state(node: fx.Node, given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments, with a real state of a generator for an operator that draws from one: other bytes are refused."""
     signature = nodes.schema(node)
     if signature is None or not signature.arguments or signature.arguments[0].name != STATE:
-        return arguments
-    return (state_of(arguments[1]), *arguments[1:])
+        return given
+    return (state_of(given[1]), *given[1:])
+
+
+def on_host(node: fx.Node) -> Set[fx.Node]:
+    """Arguments that the operator reads on the processor, though fake tensors are on the GPU: what memory-efficient attention
+    drew its dropout from. A GPU's address there ends the process."""
+    if isinstance(node.target, Fused):
+        inner = node.target.module.graph
+        outside = dict(zip(inner.find_nodes(op="placeholder"), node.args, strict=True))
+        found = {outside.get(each) for one in inner.nodes for each in on_host(one)}
+    elif (signature := nodes.schema(node)) is not None and signature.name in READ_ON_HOST:
+        found = {arguments(node).get(name) for name in ON_HOST}
+    else:
+        return frozenset()
+    return {each for each in found if isinstance(each, fx.Node)}
 
 
 def default_range(node: fx.Node) -> Range:
@@ -69,10 +87,12 @@ def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 @dataclass
 class _Makers:
-    """Makes tensors: integers in `ranges`, else in `usual`; one generator for each device, one tensor for each kept node."""
+    """Makes tensors: integers in `ranges`, else in `usual`, those `on_host` on the processor; one generator for each device,
+    one tensor for each kept node."""
 
     usual: Range
     ranges: Mapping[fx.Node, Range]
+    on_host: Set[fx.Node]
     generators: dict[torch.device, torch.Generator]
     kept: dict[fx.Node, Any]
 
@@ -81,10 +101,13 @@ class _Makers:
             return nodes.attribute(node.graph.owning_module, str(node.target))
         if "val" not in node.meta:
             raise ValueError(f"{node} has no example value")
+        value, among = node.meta["val"], self.ranges.get(node, self.usual)
+        if node in self.on_host:
+            return self.made(torch.empty_like(value, device="cpu"), among)
         if nodes.storage_owner(node).op == "placeholder":
-            return self.made(node.meta["val"], self.ranges.get(node, self.usual))
+            return self.made(value, among)
         if node not in self.kept:
-            self.kept[node] = self.made(node.meta["val"], self.ranges.get(node, self.usual))
+            self.kept[node] = self.made(value, among)
         return self.kept[node]
 
     def made(self, value: Any, among: Range) -> Any:

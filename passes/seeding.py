@@ -36,7 +36,7 @@ ORDER = "random_order"  # the name of the argument that has an operator's number
 def seed_of(*numbers: int) -> torch.Tensor:
     """A seed for `SEED` from values that distinguish draws, such as (seed, replica, step, micro-batch)."""
     digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
-    return torch.tensor(int.from_bytes(digest[:8], "big") >> 1, dtype=torch.int64)
+    return torch.tensor(int.from_bytes(digest[:8], "big") >> 1, dtype=torch.int64, device="cpu")
 
 
 def mixed(seed: int, order: int) -> int:

@@ -10,6 +10,7 @@ import secrets
 import shlex
 import signal
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -271,9 +272,11 @@ def run_stages(monkeypatch: pytest.MonkeyPatch) -> RunStages:
         threads = [threading.Thread(target=body, args=(s,), name=f"stage-{s}", daemon=True) for s in range(stages)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(4 * timeout_s)
-        if errors:
+        ends_s = time.monotonic() + 4 * timeout_s
+        while any(thread.is_alive() for thread in threads) and not errors and time.monotonic() < ends_s:
+            for thread in threads:
+                thread.join(0.1)
+        if errors:  # the others may wait for that stage until their own limit
             raise errors[0]
         assert not any(thread.is_alive() for thread in threads), "a stage did not end in time"
         return results
@@ -349,9 +352,7 @@ class RankAnswers:
             pytest.fail(f"case {name!r}: {problem}", pytrace=False)
 
 
-def rank_main(
-    rank: int, ranks: int, folder: str, check: Callable[[str], None], names: list[str], answers: Any
-) -> None:
+def rank_main(rank: int, ranks: int, folder: str, check: Callable[[str], None], names: list[str], answers: Any) -> None:
     """One of the processes of a Gloo group; see `ask_ranks`."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HELIXRT_CACHE": f"{folder}/cache{rank}"}
     import torch

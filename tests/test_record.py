@@ -134,12 +134,33 @@ def test_of_a_life_that_has_ended_its_end_and_what_is_rare_stay(tmp_path: Path, 
         shrink_life(path, 2_000)
         kept = sorted(file.name for file in tmp_path.iterdir())
         assert kept == ["r0.inc0.jsonl", "r0.inc0.story.jsonl"]
-        assert path.stat().st_size <= 2_000
+        assert path.stat().st_size <= 4_000
         commits = [event.step for event in read_events(path)]
         assert commits == list(range(steps))[-len(commits) or steps :] and (len(commits) > 5 or len(commits) == steps)
         assert [event.kind for event in read_events(tmp_path / kept[1])] == [Kind.RANK_START, Kind.FAILURE]
     shrink_life(tmp_path / "r1.inc0.jsonl")  # of a rank that never began
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_of_a_life_that_has_ended_the_steps_around_another_replicas_loss_stay(tmp_path: Path) -> None:
+    path = tmp_path / "r0.inc0.jsonl"
+    sink, record = BoundedSink(path, 1 << 20), FlightRecord("r0")
+    record.attach(sink)
+    lost, back = range(200, 203), range(700, 702)
+    for step in range(2_000):
+        record.write(Kind.QUORUM, step=step, members=[0, 1], contributors=[0] if step in (*lost, *back) else [0, 1])
+        record.write(Kind.COMMIT, step=step)
+    sink.close()
+    old, whole = tmp_path / "r0.inc0.old.jsonl", path.read_bytes()
+    for _ in range(3):
+        shrink_life(path)
+        old.write_bytes(whole)  # as after a crash behind the rename
+        shrink_life(path)
+        assert path.stat().st_size <= 2 * (16 << 10) and not old.exists()
+        steps = [event.step for event in read_events(path) if event.kind is Kind.COMMIT]
+        assert {*range(690, 712), 1_999} <= set(steps) and steps == sorted(steps)
+        alone = [event.step for event in read_events(path) if event.detail.get("contributors") == [0]]
+        assert set(back) <= set(alone)
 
 
 @pytest.mark.parametrize("newest", [1, 2, 7, 600, 10_000])

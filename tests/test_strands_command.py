@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from helixrt import cli
+from helixrt.commands import strands as command
+from helixrt.commands import subject
 from helixrt.passes.operators import COMMUNICATION, Kind
 
 TALK = {str(kind) for kind in COMMUNICATION}
@@ -44,6 +46,11 @@ def shared():
     model = parallelize_module(net(), init_device_mesh("cpu", (2,)), plan)
     return model, torch.randn(4, 8), {"target": torch.randn(4, 8), "loss": nn.functional.mse_loss}
 
+def shared_on_gpus():
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(net().cuda(), init_device_mesh("cuda", (2,)), plan)
+    return model, torch.randn(4, 8), {"target": torch.randn(4, 8), "loss": nn.functional.mse_loss}
+
 def branching():
     class Branching(nn.Linear):
         def forward(self, x):
@@ -58,6 +65,9 @@ def nothing():
 
 def bare():
     return (net(),)
+
+def weighed():
+    return net(), torch.randn(4, 8), {"target": torch.zeros(4, dtype=torch.long), "loss": nn.CrossEntropyLoss(torch.ones(8))}
 """
 
 
@@ -180,6 +190,34 @@ def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], own_module: str
     assert shared["supposed"] and not shared["measured_ms"]
 
 
+def test_a_loss_with_tensors_is_where_the_model_is(own_module: str) -> None:
+    made = subject.of_user(f"{own_module}:weighed", torch.device("meta"))
+    assert isinstance(made.loss, torch.nn.CrossEntropyLoss) and made.loss.weight is not None
+    assert made.loss.weight.is_meta and made.target.is_meta and next(made.module.parameters()).is_meta
+
+
+def test_ranks_that_outnumber_the_gpus_of_a_machine_share_them_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for local, ranks, backend in (("3", "4", "gloo"), ("1", "2", "nccl")):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        device = command._device("cuda")
+        assert device == torch.device("cuda", 1) and command._backend(device, int(ranks)) == backend
+    assert chosen == [torch.device("cuda", 1)] * 2 and command._backend(torch.device("cpu"), 2) == "gloo"
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_is_run_and_measured_by_the_gpus_clock(capsys: pytest.CaptureFixture[str], own_module: str) -> None:
+    for function in ("alone", "weighed"):
+        found = figures(capsys, f"{own_module}:{function}", "--device", "cuda")
+        compute = [one for listed in found["strands"].values() for one in listed if one["class"] == str(Kind.COMPUTE)]
+        assert found["state"] == "woven" and found["measured_ms"] == {}
+        assert compute and all(one["measured"] and one["time_us"] > 0 for one in compute)
+
+
 @pytest.mark.parametrize(
     ("function", "said_of_it"),
     [
@@ -229,21 +267,32 @@ def test_wrong_input_is_one_line(arguments: list[str], said_of_it: str, capsys: 
     assert said_of_it in refused(capsys, *arguments)
 
 
-@pytest.mark.slow
-def test_ranks_that_are_there_are_measured(tmp_path: Path) -> None:
+def figures_of_two_ranks(*arguments: str) -> dict[str, Any]:
+    """Of two processes of this machine; the first one answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
-    argv = [sys.executable, "-m", "helixrt.cli", "strands", "show", "gpt-tiny", *SMALL, "--tp", "2", "--format", "json"]
+    argv = [sys.executable, "-m", "helixrt.cli", "strands", "show", *arguments, "--format", "json"]
+    environment = os.environ | meeting | {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
-            argv, env=os.environ | meeting | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
+        subprocess.Popen(argv, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
+        for rank in "01"
     ]
     outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0] and outputs[1] == ""
     found = json.loads(outputs[0])
-    assert found["supposed"] == {} and found["measured_ms"]["woven"] > 0
+    assert isinstance(found, dict) and found["supposed"] == {}
     talk = [one for one in found["strands"]["forward"] if one["class"] in TALK]
-    assert talk and all(one["measured"] for one in talk)
+    assert talk and all(one["measured"] and one["time_us"] > 0 for one in talk)
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_that_are_there_are_measured() -> None:
+    assert figures_of_two_ranks("gpt-tiny", *SMALL, "--tp", "2")["measured_ms"]["woven"] > 0
+
+
+@pytest.mark.gpu
+def test_ranks_that_share_a_gpu_are_measured(own_module: str) -> None:
+    found = figures_of_two_ranks(f"{own_module}:shared_on_gpus", "--ranks", "2", "--device", "cuda")
+    assert found["state"] == "woven" and found["measured_ms"] == {}

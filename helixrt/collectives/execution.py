@@ -21,7 +21,6 @@ from helixrt.collectives.huge_pages import HugePages
 from helixrt.collectives.memory import OperationMemory, ScratchPool
 from helixrt.collectives.reduction import Reduction
 from helixrt.collectives.staged_operation import StagedOperation
-from helixrt.collectives.staging import Mark
 from helixrt.errors import Cause
 from helixrt.protocol.calls import NUMBER
 from helixrt.protocol.collective.algorithms.layout import Tuning
@@ -45,10 +44,13 @@ from helixrt.protocol.collective.messages import (
 )
 from helixrt.protocol.collective.plan import Plan
 from helixrt.transport import contract
+from helixrt.transport.device_lanes import Mark
 
 _log = logging.getLogger("helixrt.collectives")
 
-_LOOK_S = 0.5e-3  # how often to ask whether bytes have come from a card, which has no descriptor to wait for
+# Whether bytes have come from a GPU must be asked, for it has no descriptor to wait for: again after this share of the time
+# in which none came, within these limits.
+_LOOK_SHARE, _LOOK_S, _LOOK_MOST_S = 0.2, 20e-6, 0.5e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,11 @@ class Execution:
         self.submitted, self._points_submitted = 0, 0
         self._points: dict[tuple[bool, int, int, int], tuple[int, int]] = {}  # (sent, peer, wire's name) -> (op, index)
         self._deadlines: list[tuple[float, int]] = []
-        # Of staged operations: what waits for bytes of the source, and sums that the card has not ended.
+        # Of staged operations: what waits for bytes of the source, and sums that the GPU has not ended.
         self._held: list[Compute | Transmit] = []
         self._summing: list[tuple[Compute, Mark]] = []
         self._stages = False  # there was one
+        self._asks_gpu, self._gpu_s = False, 0.0  # in the last turn; since when nothing has come
         self._now = 0.0
 
     @property
@@ -121,11 +124,11 @@ class Execution:
                 self._pages.used(source)
                 if out is not source:
                     self._pages.used(out)
-            if plan.scratch_bytes:
-                take = self._scratch.take if staged is None else staged.scratch
-                scratch = take(plan.scratch_bytes)
-                if staged is None:
-                    self._pages.used(scratch, own=True)
+            if staged is not None:
+                scratch = staged.scratch
+            elif plan.scratch_bytes:
+                scratch = self._scratch.take(plan.scratch_bytes)
+                self._pages.used(scratch, own=True)
             if wire is None:
                 op, self.submitted = self.submitted, self.submitted + 1
             else:
@@ -159,7 +162,8 @@ class Execution:
         """When `turn` is wanted though no descriptor is ready (monotonic time)."""
         due = self._deadlines[0][0] if self._deadlines else math.inf
         if self._held or self._summing:
-            due = min(due, self._now + _LOOK_S)
+            waited_s = self._now - self._gpu_s if self._asks_gpu else 0.0
+            due = min(due, self._now + min(max(_LOOK_S, _LOOK_SHARE * waited_s), _LOOK_MOST_S))
         wanted = self._endpoint.next_deadline()
         return due if wanted is None else min(due, wanted)
 
@@ -188,7 +192,10 @@ class Execution:
         if outcomes:
             self._endpoint.flush()
         if self._held or self._summing:
-            moved = self._look_at_the_card()
+            moved = self._look_at_the_gpu()
+            if moved or not self._asks_gpu:
+                self._gpu_s = now
+        self._asks_gpu = bool(self._held or self._summing)
         deadlines = self._deadlines
         while deadlines and (deadlines[0][0] <= now or deadlines[0][1] not in self.running):
             op = heapq.heappop(deadlines)[1]
@@ -206,7 +213,7 @@ class Execution:
                 ends.append(outcome)
         return ends
 
-    def _look_at_the_card(self) -> bool:
+    def _look_at_the_gpu(self) -> bool:
         """Go on with what waited for it; whether there was anything."""
         moved = False
         for summed in list(self._summing):
@@ -224,11 +231,15 @@ class Execution:
 
     def _let_sums_be(self) -> None:
         """They end by themselves; their memory stays until then."""
-        for action, mark in self._summing:
-            running = self.running[action.op]
-            assert running.staged is not None
-            running.staged.give_up(mark, running.memory)
+        ops = {action.op for action, _ in self._summing}
         self._summing.clear()
+        for op in ops:
+            staged = self.running[op].staged
+            assert staged is not None
+            try:
+                staged.give_up()
+            except Exception:  # the device itself failed; the peers are to be told all the same
+                _log.exception("rank %d: the device of an operation failed", self._rank)
 
     def _delivered(self, outcome: contract.Sent | contract.Received) -> None:
         op, index, sent = outcome.op, outcome.index, isinstance(outcome, contract.Sent)

@@ -18,6 +18,7 @@ from helixrt.collectives.endpoints import Reach, open_endpoint, towards
 from helixrt.collectives.group_collectives import GroupCollectives
 from helixrt.collectives.operations import Collectives
 from helixrt.collectives.rendezvous import all_connected, in_time, meet, shared_secret
+from helixrt.collectives.staging import Staging
 from helixrt.collectives.work import GroupError
 from helixrt.errors import Cause, Retryable
 from helixrt.protocol.collective.algorithms.layout import Tuning
@@ -40,6 +41,7 @@ class GroupLifecycle(GroupCollectives):
         self._collectives: Collectives | None = None
         self._timeout_s = timeout.total_seconds()
         self._generation = 0
+        self._staging = Staging()
         self._monitor: Monitor | None = None  # kept from one generation's endpoint to the next
 
     def _join(self, store: dist.Store, rank: int, size: int, name: str, deadline: Deadline | None = None) -> None:
@@ -53,7 +55,7 @@ class GroupLifecycle(GroupCollectives):
             communicator = Communicator(self._endpoint(store, deadline), self._tuning, name)
             if os.environ.get(HUGE_PAGES_VARIABLE) == "1":
                 communicator.use_huge_pages()
-            self._collectives = Collectives(communicator)
+            self._collectives = Collectives(communicator, self._staging)
             communicator.begin()
             aborted = lambda: communicator.failure is not None  # noqa: E731
             proposal = self._generation + 1

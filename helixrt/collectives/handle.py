@@ -90,13 +90,14 @@ class Handle:
             self._driver.drive(self, timeout_s)
         if not self.done:
             return False
+        self.join()
         if self.failure is not None:
             raise CollectiveError(self.failure.cause, self.failure.end, self.failure.skipped)
-        self.join()
         return True
 
     def join(self) -> None:
-        """When it went well: have what this thread queues on a card from now on see the result. Does not block."""
+        """Have what this thread queues on a GPU from now on come after what the operation queued: it sees the result, or, if
+        it failed, may use the tensors for something else. Does not block."""
         if self._join is not None:
             self._join()
 

@@ -257,9 +257,7 @@ class Collectives:
     ) -> Handle:
         submit = self.communicator.submit
         if not self._staging.serves(out) or self.communicator.size == 1:  # nothing to send: done where the tensors are
-            return submit(
-                plan, source, out, reduction, how.timeout_s, wire=wire, finish=how.finish, waits=how.waits, call=call
-            )
+            return submit(plan, source, out, reduction, how.timeout_s, wire=wire, finish=how.finish, waits=how.waits, call=call)
         staged = self._stage(plan, source, out, reduction)
         return submit(
             plan,

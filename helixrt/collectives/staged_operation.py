@@ -14,9 +14,10 @@ import torch
 
 from helixrt.collectives.memory import OperationMemory
 from helixrt.collectives.reduction import Reduction
-from helixrt.collectives.staging import Mark, Staging
+from helixrt.collectives.staging import Staging
 from helixrt.protocol.collective.messages import Compute, Transmit
 from helixrt.protocol.collective.plan import Copy, Node, Plan, Receive, Reduce, Region, Send, Space
+from helixrt.transport.device_lanes import Mark
 from helixrt.triton_kernels.reduction import reduce_copy
 from helixrt.triton_kernels.warm_up import Variant, variant_of
 
@@ -89,13 +90,14 @@ def _without(begin: int, end: int, spans: list[tuple[int, int]]) -> list[tuple[i
 
 
 class StagedOperation:
-    """`source` and `out` are host memory; they are what the plan runs on."""
+    """`source`, `out` and `scratch` are host memory; they are what the plan runs on."""
 
     def __init__(self, staging: Staging, plan: Plan, source: torch.Tensor, out: torch.Tensor) -> None:
         moves = traffic(plan)
-        self._staging, self._plan, self._finals = staging, plan, moves.finals
+        self._plan, self._finals = plan, moves.finals
         self._staged = staging.stage(source, out, moves.reads, moves.writes)
         self.source, self.out = self._staged.source, self._staged.out
+        self.scratch = self._staged.scratch(plan.scratch_bytes) if plan.scratch_bytes else None
         self._on_card = source.data_ptr(), out.data_ptr()
 
     def variants(self, reduction: Reduction) -> set[Variant]:
@@ -119,9 +121,6 @@ class StagedOperation:
         if len(work.into) == 1 and self._finals.get(number) == _spans(work.into, Space.OUT):
             return self._finals[number][0]
         return None
-
-    def scratch(self, size: int) -> torch.Tensor:
-        return self._staged.scratch(size)
 
     def may(self, action: Compute | Transmit) -> bool:
         """Whether the bytes of the source that it takes from the host have come; never blocks."""
@@ -158,9 +157,9 @@ class StagedOperation:
         for begin, end in self._finals.get(node, ()):
             self._staged.landed(begin, end)
 
-    def give_up(self, mark: Mark, memory: OperationMemory) -> None:
-        """It failed while the card was at the work before `mark`."""
-        self._staging.keep(mark, self, memory)
+    def give_up(self) -> None:
+        """It failed while sums were queued on the GPU."""
+        self._staged.give_up(*(() if self.scratch is None else (self.scratch,)))
 
     def finish(self, then: Callable[[], object] | None) -> None:
         self._staged.finish(then)

@@ -13,66 +13,25 @@ The order of calls, from the thread that has the caller's current stream unless 
     staged.ready(begin, end)          # any thread: may these bytes of `staged.source` be read yet?
     staged.landed(begin, end)         # any thread: these bytes of `staged.out` are final; optional
     staged.finish()                   # any thread: all of `staged.out` is final
-    staged.join()                     # what the caller queues from now on sees the result
+    staged.join()                     # what the caller queues from now on sees the result; also after a failure
 
-Pinned memory comes from torch's own cache of it, which keeps a block until the copies that use it are done. Tests play
-the card on the host, with copies in any order; the lanes of a real card (`CudaLane`) are tested by those marked `gpu`,
-which have not been run on one yet.
+Pinned memory comes from torch's own cache of it, which keeps a block until the copies that use it are done. Tests
+simulate a GPU on the host, with copies in any order; tests marked `gpu` use the lanes of a real one (`CudaLane`).
 """
 
 from __future__ import annotations
 
 import bisect
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from helixrt.collectives.memory import flat, overlap
+from helixrt.transport.device_lanes import CudaLane, Lane, Mark
 from helixrt.triton_kernels.warm_up import Variant, warm_up
 
 CHUNK_BYTES = 8 << 20  # FT-HSDP section 4.2
-
-
-class Mark(ABC):
-    """A point in a lane's work."""
-
-    @abstractmethod
-    def passed(self) -> bool:
-        """Whether the work before it is done; never blocks."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Block this thread until it is."""
-
-
-class Lane(ABC):
-    """Work of one kind for a card, done in its order and beside everything else."""
-
-    @abstractmethod
-    def follow_caller(self, tensor: torch.Tensor) -> None:
-        """Later work comes after what the caller has queued, and `tensor` (on the GPU) is kept until it is done."""
-
-    @abstractmethod
-    def follow(self, mark: Mark) -> None:
-        """Later work comes after `mark`."""
-
-    @abstractmethod
-    def run(self, work: Callable[[], object]) -> Mark:
-        """Queue what `work` does on the card; the mark is behind it."""
-
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Queue a copy; the mark is behind it."""
-        return self.run(lambda: into.copy_(source, non_blocking=True))
-
-    @abstractmethod
-    def lead_caller(self, mark: Mark) -> None:
-        """What the caller queues from now on comes after `mark`."""
-
-    @abstractmethod
-    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Flat host memory that copies of this lane can use, as large as `tensor` and of its type."""
 
 
 Spans = Sequence[tuple[int, int]]  # (begin, end) in bytes, whole elements, sorted and disjoint
@@ -94,7 +53,6 @@ class Staging:
         self._chunk_bytes = chunk_bytes
         self._make_lane = make_lane or CudaLane
         self._lanes: dict[torch.device, Lanes] = {}
-        self._kept: list[tuple[Mark, object]] = []
         self._lock = threading.Lock()
 
     def serves(self, tensor: torch.Tensor) -> bool:
@@ -121,16 +79,10 @@ class Staging:
                 self._compile(variant, device)
                 self._compiled.add((variant, device))
 
-    def keep(self, mark: Mark, *what: object) -> None:
-        """The call failed, and the GPU uses this host memory until `mark`: torch's cache of it tracks copies only."""
-        with self._lock:
-            self._kept.append((mark, what))
-
     def _lanes_of(self, device: torch.device) -> Lanes:
         with self._lock:
             if device not in self._lanes:
                 self._lanes[device] = (self._make_lane(device), self._make_lane(device), self._make_lane(device))
-            self._kept = [(mark, what) for mark, what in self._kept if not mark.passed()]
             return self._lanes[device]
 
 
@@ -229,8 +181,14 @@ class Staged:
                 self._outward.follow(self._last_sum)
             self._last = self._outward.run(then)
 
+    def give_up(self, *scratch: torch.Tensor) -> None:
+        """The call failed. Sums that are queued end by themselves and use host memory until then."""
+        for host in (self.out, *scratch):
+            self._summing.hold(host)
+
     def join(self) -> None:
-        """After `finish`: what the caller's current stream does next sees the result. Does not block."""
+        """What the caller's current stream does next sees the result, or, of a call that failed, is not written over by
+        what was queued for it. Does not block."""
         for lane, last in ((self._outward, self._last), (self._summing, self._last_sum)):
             if last is not None:
                 lane.lead_caller(last)
@@ -261,47 +219,3 @@ def _with(spans: list[tuple[int, int]], first: int, last: int) -> list[tuple[int
         else:
             merged.append((begin, end))
     return merged
-
-
-# ---------------------------------------------------------------- on a card
-
-
-class CudaMark(Mark):
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def passed(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
-class CudaLane(Lane):
-    """A side stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def follow_caller(self, tensor: torch.Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        tensor.record_stream(self._stream)
-
-    def follow(self, mark: Mark) -> None:
-        assert isinstance(mark, CudaMark)
-        self._stream.wait_event(mark.event)
-
-    def run(self, work: Callable[[], object]) -> Mark:
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            work()
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return CudaMark(event)
-
-    def lead_caller(self, mark: Mark) -> None:
-        assert isinstance(mark, CudaMark)
-        torch.cuda.current_stream(self._device).wait_event(mark.event)
-
-    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)

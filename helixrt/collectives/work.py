@@ -6,8 +6,10 @@ that torchft's users and tests look for; the error stays a `Retryable` with its 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,6 +51,8 @@ class HelixWork(dist.Work):
                 if not handle.wait(limit_s):
                     raise GroupError(f"timed out after {round(1000 * (limit_s or 0))} ms of waiting; the operation goes on")
         except CollectiveError as error:
+            for handle in self._handles:  # the others ended with it
+                handle.join()
             raise group_error(error, self._timeout_s) from None
         return True
 
@@ -81,8 +85,8 @@ class HelixWork(dist.Work):
         what follows such a one (torch 2.13).
         """
         if self._future is None:
-            cards = {tensor.device for tensor in self._tensors if tensor.is_cuda}
-            first: Any = torch.futures.Future(devices=sorted(cards, key=str))
+            devices = sorted({tensor.device for tensor in self._tensors if tensor.is_cuda}, key=str)
+            first: Any = torch.futures.Future(devices=[*devices])
             waiting = [len(self._handles)]
 
             def count() -> None:
@@ -90,14 +94,25 @@ class HelixWork(dist.Work):
                 if waiting[0]:
                     return
                 error = self.exception()
-                if error is None:
-                    for handle in self._handles:  # the future brings its waiters' streams behind this thread's
+                with contextlib.ExitStack() as streams:  # of their own: this thread's may have other work
+                    for device in devices:
+                        streams.enter_context(torch.cuda.stream(_stream_of(device)))
+                    for handle in self._handles:  # the future brings its waiters' streams behind these
                         handle.join()
-                    first.set_result(self._tensors)
-                else:
-                    first.set_exception(error)
+                    if error is None:
+                        first.set_result(self._tensors)
+                        return
+                    for device in devices:  # an error brings no streams behind it: late sums end here
+                        torch.cuda.current_stream(device).synchronize()
+                first.set_exception(error)
 
             self._future = first.then(lambda f: f.value())
             for handle in self._handles:
                 handle.then(count)
         return self._future
+
+
+@lru_cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all futures: torch has 32 of a device, and gives them again in turn."""
+    return torch.cuda.Stream(device)

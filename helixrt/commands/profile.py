@@ -39,10 +39,16 @@ torchrun ... -m helixrt.cli profile overlap, or helixrt lab net run --rate 1gbit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     kinds = parser.add_subparsers(dest="profile", metavar="KIND", required=True)
-    summary = "overlap effectiveness factors of matrix products, attention and collectives"
+    summary = (
+        "overlap effectiveness factors of matrix products, attention, collectives, and a GPU's copies to and from the host"
+    )
     overlap = kinds.add_parser("overlap", help=summary, description=summary, epilog=EPILOG)
     overlap.add_argument("--device", metavar="cpu|cuda", help="default: cuda if every process has a GPU of its own")
-    overlap.add_argument("--processes", metavar="N", help="processes to start on this machine (default 2); not under torchrun")
+    overlap.add_argument(
+        "--processes",
+        metavar="N",
+        help="processes to start on this machine (default 2; 1, with --device cuda: no collectives); not under torchrun",
+    )
     overlap.add_argument("--tokens", metavar="N", help="tokens of a micro-batch (default: 512, on a GPU 8192)")
     overlap.add_argument("--hidden", metavar="N", help="hidden size (default: 512, on a GPU 8192)")
     overlap.add_argument("--heads", metavar="N", help="attention heads (default: 8, on a GPU 64)")
@@ -57,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if started and args.processes is not None:
         raise ConfigError("--processes", args.processes, "must not be given where RANK and WORLD_SIZE are set")
     given = os.environ["WORLD_SIZE"] if started else args.processes or "2"
-    processes = whole("WORLD_SIZE" if started else "--processes", given, least=2) or 2
+    least = 1 if args.device == "cuda" else 2
+    processes = whole("WORLD_SIZE" if started else "--processes", given, least=least) or 2
     device = _device(args.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else processes)
     sizes = _sizes(args, device)
     if started:
@@ -141,10 +148,11 @@ def _text(found: dict[str, Any]) -> str:
     names = [row["name"] for row in found["operators"]]
     factors = {(p["first"], p["second"]): p["effectiveness"] for p in found["pairs"]}
     where = "1 host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+    processes = "1 process" if machine["ranks"] == 1 else f"{machine['ranks']} processes"
     threads = f", {machine['threads']} of {found['cores']} cores each" if found["backend"] == "gloo" else ""
     versions = f"{found['backend']}, torch {machine['torch_version']}"
     lines = [
-        f"{machine['device']}: {machine['ranks']} processes on {where}{threads}, {versions}",
+        f"{machine['device']}: {processes} on {where}{threads}, {versions}",
         "overlap effectiveness factor: 1 when the shorter one is hidden, 0 when both take as long as one after the other",
         "",
     ]
@@ -154,7 +162,9 @@ def _text(found: dict[str, Any]) -> str:
         rows.append((row["name"], f"{row['alone_us'] / 1e3:.3f}", *cells))
     lines += [*output.table(rows), ""]
     lines += [f"{row['name']}: {row['what']}" for row in found["operators"]]
-    if len(hosts) == 1:
+    if hosts == [1]:
+        lines.append("one process: no communication is measured")
+    elif len(hosts) == 1:
         lines.append("all processes are on one host, so that nothing is measured between hosts")
     if found["busy_cores"] > BUSY * found["cores"]:
         lines.append(f"other programs kept {found['busy_cores']:.1f} of {found['cores']} cores busy before: figures are noisy")

@@ -3,8 +3,9 @@
 In: the command's arguments; where RANK and WORLD_SIZE are set (torchrun, `helixrt lab net run`) the ranks there are.
 Out: an exit code; a report, JSON, a picture, or a graph as Python, from the first rank.
 
-With ranks, or a model that needs one, a few steps are run and everything is measured. Alone, a model that ranks share is
-planned for links that the options describe: compute is measured here, communication is an estimate.
+With ranks, or a model that needs one, a few steps are run and everything is measured; ranks that outnumber the GPUs of their
+machine share them and communicate over Gloo. Alone, a model that ranks share is planned for links that the options describe:
+compute is measured here, communication is an estimate.
 """
 
 from __future__ import annotations
@@ -85,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("WORLD_SIZE", world, f"must be the ranks that share the model, {ranks}")
     with ExitStack() as stack:
         if world is not None and world > 1:
-            backend = "nccl" if device.type == "cuda" else "gloo"
             one_gloo_worker()
-            dist.init_process_group(backend, timeout=DEADLINE)
+            dist.init_process_group(_backend(device, world), timeout=DEADLINE)
             stack.callback(dist.destroy_process_group)
         elif ranks > 1:
             stack.enter_context(fake_world(ranks))
@@ -194,7 +194,13 @@ def _device(name: str) -> torch.device:
     if name == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("--device", name, "needs a GPU; this machine has none that torch can use")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def _backend(device: torch.device, world: int) -> str:
+    """Gloo where ranks of this machine share a GPU, which NCCL refuses."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "nccl" if device.type == "cuda" and local <= torch.cuda.device_count() else "gloo"

@@ -125,6 +125,7 @@ def of_user(path: str, device: torch.device) -> Subject:
     module, *args = answer
     kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
     loss, target = kwargs.pop("loss", None), kwargs.pop("target", None)
+    loss = loss.to(device) if isinstance(loss, nn.Module) else loss
     if not args and not kwargs:
         raise ConfigError("MODEL", path, "must return the arguments of a step after the model")
     args, kwargs, target = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs, target))

@@ -3,8 +3,9 @@
 In: a model, on the meta device or real; the names of parameters and buffers, and of which a rank has a part alone; a seed.
 Out: `Tensors`, real ones. What is on meta is initialized by the model's own rule: `reset_parameters` of each module, then
 `_init_weights` of the transformers model that it is in, children first, each module with a seed of its own that follows from
-its name. So every number of stages gives the same weights. Modules that have no tensors of their own are asked only inside a
-layer (a child with a number in its name), since those never stand on two stages. What is real is taken as it is.
+its name. So every number of stages gives the same weights. They are drawn on the CPU, so all devices have the same ones.
+Modules that have no tensors of their own are asked only inside a layer (a child with a number in its name), since those never
+stand on two stages. What is real is taken as it is.
 
 A tensor of which the rank has a part is whole while modules that are asked have it, so that the values are those of the whole
 model: within a layer, then. From files the part alone is read.
@@ -156,9 +157,9 @@ def _moved(tensor: torch.Tensor, piece: Piece | None, device: torch.device | str
     return tensor if tensor.device == torch.empty(0, device=device).device else _like(tensor, tensor.detach().to(device))
 
 
-def _empty(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def _empty(like: torch.Tensor) -> torch.Tensor:
     """Without values: NaN where the dtype has it, so that what no rule has filled is seen."""
-    made = torch.empty_like(like, device=device)
+    made = torch.empty_like(like, device="cpu")
     if made.is_floating_point() or made.is_complex():
         made.fill_(float("nan"))
     return _like(like, made)
@@ -187,10 +188,10 @@ def _initialize(model: nn.Module, loss: Any, ruled: Sequence[Wanted], seed: int,
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for number, visit in enumerate(visits):
             for identity in visit.tensors - made.keys():
-                tensor = _empty(wanted[identity].before, device)
+                tensor = _empty(wanted[identity].before)
                 made[identity] = tensor, tensor._version
                 wanted[identity].put(tensor)
-            torch.manual_seed(_seed_of(seed, visit.path))
+            torch.default_generator.manual_seed(_seed_of(seed, visit.path))  # an accelerator's stays as it is
             for name in ("reset_parameters", "_reset_parameters"):
                 if callable(reset := getattr(visit.module, name, None)):
                     reset()
@@ -199,7 +200,7 @@ def _initialize(model: nn.Module, loss: Any, ruled: Sequence[Wanted], seed: int,
                 visit.rule._init_weights(visit.module)
             for identity in visit.tensors:
                 if last[identity] == number:
-                    _finish(wanted[identity], *made.pop(identity))
+                    _finish(wanted[identity], *made.pop(identity), device)
 
 
 def _visits(model: nn.Module, loss: Any, wanted: Collection[int]) -> Iterator[_Visit]:
@@ -212,7 +213,7 @@ def _visits(model: nn.Module, loss: Any, wanted: Collection[int]) -> Iterator[_V
                 yield _Visit(path, module, rule, frozenset(below))
 
 
-def _finish(wanted: Wanted, made: torch.Tensor, version: int) -> None:
+def _finish(wanted: Wanted, made: torch.Tensor, version: int, device: torch.device | str) -> None:
     """Raises ConfigError."""
     tensor, name = wanted.places[0].tensor, wanted.name
     if tensor.is_meta or tensor.shape != made.shape or tensor.dtype != made.dtype:
@@ -225,8 +226,7 @@ def _finish(wanted: Wanted, made: torch.Tensor, version: int) -> None:
     if not filled:
         what = "no rule gives it values: give its module `reset_parameters`"
         raise ConfigError("model", name, f"is on the meta device, and {what}, or build the model on a real device")
-    if wanted.piece is not None:
-        wanted.put(_moved(tensor, wanted.piece, tensor.device))
+    wanted.put(_moved(tensor, wanted.piece, device))
 
 
 def _modules(path: str, module: nn.Module, rule: Any, seen: set[int]) -> Iterator[tuple[str, nn.Module, Any]]:

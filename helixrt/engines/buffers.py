@@ -192,6 +192,7 @@ class Buffers:
                 values = integers if buffer.integer else floats
                 assert values is not None and buffer.committed is not None
                 part = values[buffer.start : buffer.start + buffer.tensor.numel()].view(buffer.tensor.shape)
+                part = part.to(buffer.tensor.device)  # devices divide differently, and replicas must not
                 buffer.committed.copy_(part / ranks if self._mode == "mean" and not buffer.integer else part)
         self._restore()
 

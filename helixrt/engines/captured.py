@@ -111,7 +111,7 @@ class CapturedModel(PipelinedModel):
         self._context = None if cp is None else ContextCut(model, cp, options)
         self._example = self._cut_batch(*shapes_of((example.inputs, dict(example.named), example.target)))
         object.__setattr__(self, "_compiled", model)  # no submodule of this one: its state is that of this rank's part
-        self._autocast = options.autocast or autocast or _active_autocast()
+        self._autocast = options.autocast or autocast or _active_autocast(place.device)
         with busy("captures the model", CAPTURE_S):
             over = self._over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
             captured, call = model if over is None else over.model, self._example.calls[0]
@@ -124,6 +124,7 @@ class CapturedModel(PipelinedModel):
                 captured,
                 options.loss,
                 call,
+                place.device,
                 autocast=self._autocast,
                 times=measured,
                 agreed=self._agreed,
@@ -136,7 +137,9 @@ class CapturedModel(PipelinedModel):
             self._forms = GradientForms() if over is None else gradient_forms(self._cut, over)
             mine = _names_of(place.stage, self._cut, self._schedule, model, options.loss)
             pieces = {} if over is None else over.pieces
-            tensors = materialize(model, mine, loss=options.loss, seed=seed, weights=weights, pieces=pieces)
+            tensors = materialize(
+                model, mine, loss=options.loss, seed=seed, device=place.device, weights=weights, pieces=pieces
+            )
         self._trained = _freeze_others(self._cut, tensors, place)
         self._tensors = tensors
         fill(self, tensors, mine)
@@ -206,6 +209,7 @@ class CapturedModel(PipelinedModel):
                 mesh=self.place.mesh,
                 forms=self._forms,
                 adaptation=self._options.adapt,
+                device=self.place.device,
             )
         )
         return engine
@@ -232,6 +236,8 @@ class CapturedModel(PipelinedModel):
             cut = self._whole.again(self._cut, batch.calls[0], training)
         except CaptureError as error:
             raise MisuseError(f"{what} the model cannot be captured: {error}") from error
+        finally:
+            self._watch.renew()  # models note things about themselves when they are called, those of transformers do
         self._agree(cut)
         used = {name for chunk in self._mine(cut) for name in (*chunk.parameters, *chunk.buffers)}
         if missing := sorted(used - self._tensors.parameters.keys() - self._tensors.buffers.keys()):
@@ -279,7 +285,7 @@ class CapturedModel(PipelinedModel):
 
     def _batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any, weight: Any) -> Batch:
         """Raises MisuseError for a batch unlike the example in more than its shapes, and under another autocast."""
-        if (active := _active_autocast()) not in (None, self._autocast):
+        if (active := _active_autocast(self.place.device)) not in (None, self._autocast):
             rule = f"runs {'without autocast' if self._autocast is None else f'under autocast to {self._autocast}'}"
             remedy = "helixrt.compile(..., autocast=torch.bfloat16) or the session's dtype, must be set before it is captured"
             raise MisuseError(f"autocast to {active} is active around a model that {rule}; {remedy}")
@@ -359,11 +365,11 @@ def _freeze_others(cut: CutModel, tensors: Tensors, place: StagePlace) -> set[st
     return {name for name in trained if name in tensors.parameters}
 
 
-def _active_autocast(device: str = "cpu") -> torch.dtype | None:
+def _active_autocast(device: torch.device) -> torch.dtype | None:
     """The type that autocast is active for now. Raises ConfigError for one that needs a gradient scaler."""
-    if not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device.type):
         return None
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device.type)
     if dtype is not torch.bfloat16:
         raise ConfigError("autocast", dtype, "must be torch.bfloat16: others need a gradient scaler")
     return dtype

@@ -40,7 +40,7 @@ from helixrt.passes.profile import Mode
 from helixrt.passes.seeding import seed_of
 from helixrt.pipeline.captured_stage import CapturedStage, EvaluationStage, MicroBatch, ModelInputs
 from helixrt.pipeline.casts import Casts
-from helixrt.pipeline.channels import Lane
+from helixrt.pipeline.channels import CPU, Lane
 from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.epilogue import gather
 from helixrt.pipeline.executor import Executor
@@ -64,7 +64,8 @@ class CapturedParts:
     """`cut` is the whole model's, for batches like `example`; `holders` are modules with the parameters of this stage's chunks
     by number, `lasting` all parameters and buffers that these take in. `cut_for(batch, training)` gives the cut for batches of
     other shapes, or in evaluation mode, at the same places; `shapes` is for how many shapes graphs are kept. `forms`: how
-    gradients lie on the ranks of `mesh` that share the stage. The other fields are those of `PipelineParts`."""
+    gradients lie on the ranks of `mesh` that share the stage. `device`: that of the parameters, which the graphs run on. The
+    other fields are those of `PipelineParts`."""
 
     cut: CutModel
     example: Batch
@@ -89,6 +90,7 @@ class CapturedParts:
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
     forms: GradientForms = field(default_factory=GradientForms)
     adaptation: Adaptation | None = None
+    device: torch.device = CPU
 
     def chunks(self, cut: CutModel) -> dict[int, ModelChunk]:
         """Those of this stage."""
@@ -157,9 +159,10 @@ class CapturedEngine(PipelineEngine):
                 mesh=parts.mesh,
                 layouts=parts.forms.of,
                 adaptation=parts.adaptation,
+                device=parts.device,
             )
         )
-        self._book = ExchangeBook(0, self._constants, torch.device("cpu"))
+        self._book = ExchangeBook(0, self._constants, CPU)  # what it tells is known there
         self._mean_factor = 1.0 / (parts.schedule.microbatches * self._ranks.streams)
 
     # ---------------------------------------------------------------- graphs
@@ -187,7 +190,8 @@ class CapturedEngine(PipelineEngine):
         with parts.busy("captures the model in evaluation mode", CAPTURE_S):
             cut = parts.cut_for(batch, False)
             stage = EvaluationStage(parts.chunks(cut), self._casts)
-            return _Evaluation(stage, Executor(stage, self._channels, boundaries(cut), self.record))
+            executor = Executor(stage, self._channels, boundaries(cut), self.record, device=self.device)
+            return _Evaluation(stage, executor)
 
     # ---------------------------------------------------------------- a step
 
@@ -198,6 +202,10 @@ class CapturedEngine(PipelineEngine):
 
     def finite_part(self, index: int, values: torch.Tensor) -> torch.Tensor:
         return self._book.finite_part(index, values)
+
+    def ready(self, bucket: int) -> None:
+        if (own := bucket - len(self._book.tensors)) >= 0:
+            super().ready(own)
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
         offset = len(self._book.tensors)
@@ -234,7 +242,8 @@ class CapturedEngine(PipelineEngine):
         self._begin(made.stage.inputs, batch.inputs, self._drawn)
         mean = self._train(batch, items)
         self._weight = 1.0 if items is None else items
-        self._book.add(torch.tensor(mean * self._weight if self._weight else 0.0, dtype=torch.float64), self._weight)
+        loss = mean * self._weight if self._weight else 0.0
+        self._book.add(torch.tensor(loss, dtype=torch.float64, device=CPU), self._weight)
         return mean
 
     def measure_batch(self, batch: Batch, weight: float | torch.Tensor | None = None) -> float:
@@ -258,7 +267,7 @@ class CapturedEngine(PipelineEngine):
             raise MisuseError(f"stage {other[0]} was given another batch than stage {self.stage}, with which {', '.join(said)}")
 
     def _begin(self, inputs: ModelInputs, microbatches: Sequence[MicroBatch], drawn: int) -> None:
-        inputs.begin(microbatches, [seed_of(drawn, number) for number in range(len(microbatches))])
+        inputs.begin(microbatches, self.device, [seed_of(drawn, number) for number in range(len(microbatches))])
 
     def _microbatches(self, batch: Any, count: int) -> tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]:
         nothing = [None] * count  # the stage has them

@@ -118,7 +118,7 @@ class ExchangeBook:
         assert isinstance(loss, torch.Tensor)
         loss = loss.detach()
         known = torch.isfinite(loss)
-        book[0] = self.weight
+        book[0].fill_(self.weight)  # `book[0] = number` is a copy from host memory, which waits for the device
         book[1] = torch.where(known, loss, 0.0)
         book[2] = ~known
 

@@ -277,7 +277,7 @@ class ModuleEngine(Engine):
                 self._update(record)
         if states is not None:
             self._watched += 1
-            if random_states() != states:
+            if random_states()[: len(states)] != states:
                 raise MisuseError(
                     "the update drew random numbers, which are others on each replica; draw them from a generator that follows "
                     "from the record, such as torch.Generator().manual_seed(record.step)"

@@ -9,7 +9,7 @@ At commit the mean of the sums is copied over the local gradient set, of which `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from helixrt.engines.pipeline_parts import (
     Batch,
     PipelineParts,
     SameModules,
+    captured_chunks,
     check_like_example,
     check_registered,
     check_same_chunks,
@@ -37,14 +38,14 @@ from helixrt.engines.replicated_state import ReplicatedState
 from helixrt.engines.sharded_stage import ShardedBuckets, ShardedStage
 from helixrt.engines.stage_places import stage_places
 from helixrt.engines.stage_ranks import StageRanks
+from helixrt.engines.stream_marks import marks_for
 from helixrt.engines.ties import StageTies, check_equal, ties_of
 from helixrt.engines.unchanged import Unchanged
 from helixrt.engines.update import StepGuard, UpdateFunction
-from helixrt.errors import ConfigError, Fatal, MisuseError
+from helixrt.errors import Fatal, MisuseError
 from helixrt.passes.autocast import autocast_pass
-from helixrt.passes.errors import CaptureError
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import Channel, GroupChannel, Lane
+from helixrt.pipeline.channels import Channel, GroupChannel
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
 from helixrt.pipeline.executor import Executor, Slowdown
 from helixrt.pipeline.program import Program, compile_program, whole_backwards
@@ -79,14 +80,13 @@ class PipelineEngine(BatchEngine):
         self.modules, self.placement, self.batches = parts.modules, schedule.placement, parts.batches
         self.registered, self._policy, self._replicas = parts.registered, parts.policy, parts.replicas
         self._seed, self._replica, self._example = parts.seed, parts.replica, parts.example
+        self.device, self._parts, self._marks = parts.device, parts, marks_for({parts.device})
         self.record, self.generation, self._passes = parts.record, 0, 0
         self._mean_factor: float | None = None  # of the sum of losses that are means; None: one over their number
         self._loss = math.nan  # of the batch that was worked on last
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, Channel] = {} if parts.channels is None else dict(parts.channels.channels)
         self._stage_channels = parts.channels
-        if parts.channels is not None:
-            self._channels = dict(parts.channels.channels)
-        elif parts.group is not None:
+        if parts.channels is None and parts.group is not None:
             peers = (peer for peer in range(self.stages) if peer != self.stage)
             self._channels = {peer: GroupChannel(parts.group, peer, parts.record) for peer in peers}
         self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
@@ -105,7 +105,8 @@ class PipelineEngine(BatchEngine):
         self._constants = Buffers(self.registered, mode, parts.replica, parts.replicas, changing=parts.changing)
         if self._constants.running and parts.buffers is None:
             raise MisuseError(BUFFERS_RULE)
-        self._sums = BucketSums(self._buckets.flat, self._ranks.sum_groups(self._layouts))
+        groups = self._ranks.sum_groups(self._layouts)
+        self._sums = BucketSums(self._buckets.flat, groups, self._computed, self._marks.wait)
         self._state = ReplicatedState(self.registered, self._constants)
         copies = self._ties.copies(self.stage)
         self._places = stage_places(self.registered, self.modules, parts.names, parts.layouts, parts.mesh, copies)
@@ -116,17 +117,14 @@ class PipelineEngine(BatchEngine):
             self._sharded = ShardedStage(self.registered, parts.mesh.inner("dp_shard"), layouts)
         self._unchanged = Unchanged(self.registered)
         self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
-        self._chunks = {
-            chunk: StageChunk(module, parts.loss if chunk + 1 == schedule.chunks else None, first=chunk == 0)
-            for chunk, module in self.modules.items()
-        }
+        loss_of = lambda chunk: parts.loss if chunk + 1 == schedule.chunks else None  # noqa: E731
+        self._chunks = {chunk: StageChunk(m, loss_of(chunk), first=chunk == 0) for chunk, m in self.modules.items()}
         self.schedule, self.adaptation = schedule, parts.adaptation  # the one in use; how readily the job changes it
         self._autograd = AutogradStage(self._chunks)
         self._graphs_when = "always" if parts.adaptation is not None and parts.graphs == "auto" else parts.graphs
-        self._profile, self._autocast = parts.profile, parts.autocast
         self._graphs: JointStage | None = None
         self._same = SameModules({})  # as graphs were captured of
-        self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
+        self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record, device=parts.device)
         self._evaluation = compile_program(forward_only(self.placement, schedule.microbatches), self.stage)
         self._programs: dict[Schedule, Program] = {}
         self._program: Program
@@ -199,20 +197,7 @@ class PipelineEngine(BatchEngine):
 
     def _captured(self) -> JointStage:
         self._same = SameModules(self.modules)
-        from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
-
-        boundary = self._executor.boundary
-        assert isinstance(boundary, torch.Tensor), "modules are captured with one boundary for all"
-        inputs, targets = self._example
-        examples = {
-            number: Example(boundary if number else inputs, targets if chunk.loss is not None else None)
-            for number, chunk in self._chunks.items()
-        }
-        try:
-            return GraphStage(self._chunks, examples, mode=self._profile, group=self._ranks.group, autocast=self._autocast)
-        except CaptureError as error:
-            rule = f"{' '.join(str(error).split())}; schedule.graphs=never runs whole backwards by autograd"
-            raise ConfigError("schedule.graphs", self._graphs_when, rule) from error
+        return captured_chunks(self._parts, self._chunks, self._ranks.group, self._graphs_when)
 
     @property
     def buckets(self) -> Sequence[torch.Tensor]:
@@ -222,7 +207,18 @@ class PipelineEngine(BatchEngine):
         self._passes += 1
         if self._sharded is not None:
             self._sharded.begin()
-        self._buckets.begin(self._sums.begin(on_bucket))
+        self._buckets.begin(self._sums.begin(lambda bucket: self._give(bucket, on_bucket)))
+
+    def _give(self, bucket: int, on_bucket: Callable[[int], None]) -> None:
+        self._computed(bucket)
+        on_bucket(bucket)
+
+    def ready(self, bucket: int) -> None:
+        self._marks.wait(bucket)
+
+    def _computed(self, bucket: int) -> None:  # by what the calling thread has queued
+        self._marks.wrote(bucket, self.device)
+        self._marks.handed_out(bucket)
 
     def seed(self, position: int) -> None:
         """Set the random state for the batch at this position of the rank's stream: equal on all ranks that read it."""
@@ -268,6 +264,9 @@ class PipelineEngine(BatchEngine):
 
     def end(self) -> WorkResult:
         self._sums.drain()
+        if self.adaptation is not None:  # costs are estimated from all operations of the step
+            self._executor.times.wait()
+            self._executor.times.write_passed()
         self._unchanged.check()
         self._constants.check()
         return WorkResult(self._loss, 1 if self.batches is None else self.batches.items)
@@ -286,7 +285,7 @@ class PipelineEngine(BatchEngine):
         shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
         inputs, targets = microbatches
         pass_, factor = self._passes, self._mean_factor if items is None else 1.0
-        with autocast_pass(self._autocast, "cpu"), self._drawing() as draws:  # as stages are
+        with autocast_pass(self._parts.autocast, self.device), self._drawing() as draws:
             losses = executor.run(
                 program, inputs, targets, buckets, generation=self.generation, step=pass_, factor=factor, draws=draws
             )
@@ -299,19 +298,23 @@ class PipelineEngine(BatchEngine):
         mine = None
         if self._predicts:
             count = len(losses) if items is None else items / self._ranks.streams
-            mine = math.fsum(loss.item() for loss in losses) / count if count else math.nan
-        return self._ranks.mean_loss(shared(mine))
+            mine = math.fsum(torch.stack(losses).tolist()) / count if count else math.nan
+        told = shared(mine)
+        executor.times.write_passed()  # of an evaluation all
+        return self._ranks.mean_loss(told)
 
     def _microbatches(self, batch: Any, count: int) -> tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]:
         """What the executor is given of a batch: inputs and targets of each micro-batch."""
         if not (self._embeds or self._predicts):
             return (), ()
-        inputs, targets = (cut(part, count) for part in batch)
+        reads = zip(batch, (self._embeds, self._predicts), strict=True)
+        inputs, targets = (cut(part, count, self.device if read else None) for part, read in reads)
         return inputs, targets
 
     @outside_autocast()
     def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
         self._unchanged.check()
+        self._unchanged.check_device()
         if reduced is None or not self._install(record, reduced):
             return None
         self._passes += 1
@@ -344,13 +347,8 @@ class PipelineEngine(BatchEngine):
         buckets = self._buckets
         elsewhere = self._ties.copies(self.stage)
         skipped = frozenset(buckets.slots[index].bucket for p, index in buckets.index.items() if id(p) in elsewhere)
-        mine = self._ranks.squared_norm(buckets.flat, self._layouts, self._gradients_in, skipped)
+        mine = self._ranks.squared_norm(buckets.flat, self._layouts, buckets.gradients_in, skipped)
         return gather(self._channels, self.stage, self.stages, self.generation, self._passes, mine)
-
-    def _gradients_in(self, bucket: int) -> Iterator[tuple[str, torch.Tensor]]:
-        for slot, gradient in zip(self._buckets.slots, self._buckets.grads, strict=True):
-            if slot.bucket == bucket:
-                yield slot.name, gradient
 
     def check_copies(self) -> None:
         if self._copies_checked:
@@ -359,7 +357,7 @@ class PipelineEngine(BatchEngine):
         for tie in self._ties.all:
             self._passes += 1
             mine = self._ties.number(tie)
-            check_equal(tie, gather(self._channels, self.stage, self.stages, self.generation, self._passes, mine, Lane.TIED))
+            check_equal(tie, gather(self._channels, self.stage, self.stages, self.generation, self._passes, mine))
         self._copies_checked, self._loaded = True, False
 
     def state(self) -> State:
@@ -398,3 +396,4 @@ class PipelineEngine(BatchEngine):
             self._sharded.close()
         for channel in self._channels.values():
             channel.close()
+        self._executor.times.write_passed()

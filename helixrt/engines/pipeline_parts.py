@@ -22,14 +22,18 @@ from helixrt.engines.stage_places import NamesOf
 from helixrt.engines.stage_ranks import LayoutsOf
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
+from helixrt.passes.errors import CaptureError
+from helixrt.pipeline.channels import CPU
 from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.program import needs_graphs
+from helixrt.pipeline.stage import StageChunk
 from helixrt.record import FlightRecord
 from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.ir import Schedule
 
 if TYPE_CHECKING:
     from helixrt.compile.watch import Watch
+    from helixrt.pipeline.graph_stage import JointStage
 
 GRAPHS = ("auto", "always", "never")
 PROFILES = ("auto", "measure", "estimate")  # see passes.profile.Mode
@@ -71,7 +75,8 @@ class PipelineParts:
     moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise.
     `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may
     change the schedule; then all run by graphs, which give the same bits. `autocast`: the type that forwards and loss compute
-    in, under autocast; None: that of the parameters.
+    in, under autocast; None: that of the parameters. `device`: that of the parameters, where the stage computes; `example` and
+    `boundary` are there too. Batches may come from elsewhere.
     """
 
     modules: Mapping[int, nn.Module]
@@ -100,6 +105,7 @@ class PipelineParts:
     names: NamesOf | None = None
     adaptation: Adaptation | None = None
     autocast: torch.dtype | None = None
+    device: torch.device = CPU
 
 
 def runs_by_graphs(schedule: Schedule, setting: str) -> bool:
@@ -137,8 +143,10 @@ def check_shards(schedule: Schedule, setting: str, shards: int) -> None:
         raise ConfigError("mesh.dp_shard", shards, rule)
 
 
-def cut(part: torch.Tensor, microbatches: int) -> Sequence[torch.Tensor]:
-    """Into equal micro-batches along dimension 0. Raises MisuseError."""
+def cut(part: torch.Tensor, microbatches: int, device: torch.device | None = None) -> Sequence[torch.Tensor]:
+    """Into equal micro-batches along dimension 0, moved to this device. Raises MisuseError."""
+    if device is not None:  # what comes to the host is read at once
+        part = part.to(device, non_blocking=device.type != "cpu")
     if part.dim() == 0 or part.shape[0] == 0 or part.shape[0] % microbatches:
         raise MisuseError(f"a batch of shape {list(part.shape)} cannot be cut into {microbatches} equal micro-batches")
     return part.chunk(microbatches)
@@ -155,6 +163,27 @@ def check_like_example(batch: Batch, example: Batch, reads: tuple[bool, bool], m
                     f"the {what} of a micro-batch is {part.dtype} {list(shape)}, and the graphs were captured for the example, "
                     f"{like.dtype} {list(like.shape)}: give batches like it, or train with graphs='never'"
                 )
+
+
+def captured_chunks(
+    parts: PipelineParts, chunks: Mapping[int, StageChunk], group: dist.ProcessGroup | None, setting: str
+) -> JointStage:
+    """The chunks of a stage by graphs; `group`: the ranks that share it, `setting` what `graphs` is. Raises ConfigError for
+    chunks that cannot be captured."""
+    from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
+
+    boundary = parts.boundary
+    assert isinstance(boundary, torch.Tensor), "modules are captured with one boundary for all"
+    inputs, targets = parts.example
+    examples = {
+        number: Example(boundary if number else inputs, targets if chunk.loss is not None else None)
+        for number, chunk in chunks.items()
+    }
+    try:
+        return GraphStage(chunks, examples, mode=parts.profile, group=group, autocast=parts.autocast)
+    except CaptureError as error:
+        rule = f"{' '.join(str(error).split())}; schedule.graphs=never runs whole backwards by autograd"
+        raise ConfigError("schedule.graphs", setting, rule) from error
 
 
 class SameModules:

@@ -57,21 +57,21 @@ def _set(number: int) -> None:
 
 
 def random_states() -> tuple[object, ...]:
-    """What the next numbers depend on, to be compared: equal as long as nobody has drawn any."""
-    device, numpy = _accelerator(), sys.modules.get("numpy")
-    states = [torch.default_generator.get_state()] + ([] if device is None else [device.get_rng_state()])
-    found: list[object] = [state.cpu().numpy().tobytes() for state in states] + [random.getstate()]
+    """What the next numbers depend on, to be compared: equal as long as nobody has drawn any. The accelerator's state is the
+    last, and is there from its first use on."""
+    own, numpy = _accelerator_state(), sys.modules.get("numpy")
+    found: list[object] = [torch.default_generator.get_state().numpy().tobytes(), random.getstate()]
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
         found += [kind, keys.tobytes(), *rest]
-    return tuple(found)
+    return tuple(found) if own is None else (*found, own.cpu().numpy().tobytes())
 
 
 def _states() -> tuple[Any, ...]:
-    device, numpy = _accelerator(), sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     return (
         torch.default_generator.get_state(),
-        None if device is None else device.get_rng_state(),
+        _accelerator_state(),
         random.getstate(),
         None if numpy is None else numpy.random.get_state(),
     )
@@ -85,6 +85,12 @@ def _put_back(states: tuple[Any, ...]) -> None:
     random.setstate(own)
     if numpys is not None:
         sys.modules["numpy"].random.set_state(numpys)
+
+
+def _accelerator_state() -> torch.Tensor | None:
+    """None where this process has not used the accelerator, and drawn nothing there: asking would make a context on it."""
+    device = _accelerator()
+    return device.get_rng_state() if device is not None and device.is_initialized() else None
 
 
 @cache

@@ -135,7 +135,7 @@ class StageRanks:
         """Over the ranks with other tokens, the same bits on all of them."""
         if self.streams == 1:
             return loss
-        found = [float(each) for each in self._gather(torch.tensor([loss], dtype=torch.float64))]
+        found = [float(each) for each in self._gather(torch.tensor([loss], dtype=torch.float64, device="cpu"))]
         mine = self._mesh.rank("tp")
         own = [value for value, place in zip(found, self._places, strict=True) if place.get("tp", 0) == mine]
         return math.fsum(own) / len(own)
@@ -152,18 +152,17 @@ class StageRanks:
         Raises Fatal if ranks that should have the same gradient do not; `differing(bucket)` gives a bucket's gradients by name,
         to find the parameter.
         """
-        squares = [
-            torch.linalg.vector_norm(bucket, dtype=torch.float64).item() ** 2
-            if index not in skipped and self._counts(layout)
-            else 0.0
+        counted = [
+            torch.linalg.vector_norm(bucket, dtype=torch.float64)
             for index, (bucket, layout) in enumerate(zip(buckets, layouts, strict=True))
+            if index not in skipped and self._counts(layout)
         ]
-        mine = math.fsum(squares)
+        mine = math.fsum(norm**2 for norm in torch.stack(counted).tolist()) if counted else 0.0
         if self._copies is None:
             return mine
         sums = [_sum_of_bits(b) if self._copied(layout) else 0 for b, layout in zip(buckets, layouts, strict=True)]
-        said = torch.tensor([mine], dtype=torch.float64).view(torch.int64)
-        table = torch.stack(self._gather(torch.cat((said, torch.tensor(sums, dtype=torch.int64)))))
+        said = torch.tensor([mine], dtype=torch.float64, device="cpu").view(torch.int64)
+        table = torch.stack(self._gather(torch.cat((said, torch.tensor(sums, dtype=torch.int64, device="cpu")))))
         for index, layout in enumerate(layouts):
             if self._copies.unequal(table[:, index + 1].tolist(), layout.sharded):
                 found = [Held(f"the gradient of {name}", gradient, layout.sharded) for name, gradient in differing(index)]

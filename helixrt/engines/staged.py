@@ -26,7 +26,7 @@ from helixrt.engines.stage_ranks import LayoutsOf
 from helixrt.engines.ties import check_shared
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
-from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
+from helixrt.pipeline.channels import CPU, MAX_CHUNKS, MAX_MICROBATCHES
 from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.record import FlightRecord
 from helixrt.schedule.adaptation.policy import Adaptation
@@ -45,12 +45,13 @@ class Stages:
     numbers of this rank's parts. The schedule decides which stage has which part: "interleaved", "zbv", "dualpipev" and
     "w" have two parts on each stage; with all others stage s has part s. `loss(output, target)` is the mean over a
     micro-batch. `example`: input and target of one micro-batch, of any values; `boundary`: a tensor of the shape and type that
-    parts send to each other. Each batch is cut into `microbatches` along dimension 0. `schedule`: a name that
-    `helixrt schedule --help` lists, or a `Schedule`. `tied`: the name of a parameter of which the first and the last part have
-    a copy each. `graphs`: whether captured graphs run the parts instead of autograd (auto, always, never). `profile`: how the
-    times of operators are found where graphs that communicate are woven: from the disk, else measured (auto), measured, or
-    estimated. `bucket_bytes`: size of a gradient bucket. `adapt`: the job may change the order of the schedule while it runs,
-    by what it measures, as readily as this `helixrt.Adaptation` decides; parts then run by captured graphs.
+    parts send to each other. Parts are moved to the rank's device; examples and batches may be anywhere. Each batch is cut into
+    `microbatches` along dimension 0. `schedule`: a name that `helixrt schedule --help` lists, or a `Schedule`. `tied`: the name
+    of a parameter of which the first and the last part have a copy each. `graphs`: whether captured graphs run the parts
+    instead of autograd (auto, always, never). `profile`: how the times of operators are found where graphs that communicate are
+    woven: from the disk, else measured (auto), measured, or estimated. `bucket_bytes`: size of a gradient bucket. `adapt`: the
+    job may change the order of the schedule while it runs, by what it measures, as readily as this `helixrt.Adaptation`
+    decides; parts then run by captured graphs.
 
     In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
@@ -141,11 +142,12 @@ class StagePlace:
     record: FlightRecord
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))  # of the whole replica
     channels: StageChannels | None = None  # over endpoints; None: over `group`
+    device: torch.device = CPU  # where it computes
 
 
 class StagedModel(PipelinedModel):
-    """The parts of a model that are on this rank. Made by `session.parallelize(Stages(...))`. `autocast`: see
-    `PipelineParts`."""
+    """The parts of a model that are on this rank, moved to its device. Made by `session.parallelize(Stages(...))`. `autocast`:
+    see `PipelineParts`."""
 
     def __init__(self, stages: Stages, place: StagePlace, autocast: torch.dtype | None = None) -> None:
         super().__init__()
@@ -156,7 +158,12 @@ class StagedModel(PipelinedModel):
         if missing := [number for number in mine if number not in found]:
             rule = f"lacks part {missing[0]}, which {self.schedule.name} has on stage {place.stage}"
             raise ConfigError("stages.modules", sorted(found), rule)
-        self.chunks = {number: found[number] for number in mine}
+        for number in mine:
+            if empty := [name for name, parameter in found[number].named_parameters() if parameter.is_meta]:
+                raise MisuseError(f"{empty[0]} is on the meta device; build the model with values before session.parallelize")
+        self.chunks = {number: found[number].to(place.device) for number in mine}
+        if isinstance(stages.loss, nn.Module):
+            stages.loss.to(place.device)
         shard_chunks(self.chunks, place.mesh, stages.layouts)
         for number, module in self.chunks.items():
             self.add_module(f"chunk{number}", module)
@@ -190,8 +197,8 @@ class StagedModel(PipelinedModel):
                 modules=self.chunks,
                 schedule=self.schedule,
                 loss=stages.loss,
-                example=stages.example,
-                boundary=stages.boundary,
+                example=(stages.example[0].to(place.device), stages.example[1].to(place.device)),
+                boundary=stages.boundary.to(place.device),
                 registered=registered,
                 stage=place.stage,
                 group=place.group,
@@ -211,6 +218,7 @@ class StagedModel(PipelinedModel):
                 names=stages.names,
                 adaptation=stages.adapt,
                 autocast=self._autocast,
+                device=place.device,
             )
         )
         return self._engine

@@ -41,6 +41,7 @@ _NOT_CAPTURED = {
 def captured_model(
     settings: SessionSettings,
     host: Host,
+    device: torch.device,
     model: nn.Module,
     example: ExampleBatch,
     weights: str | Path | None,
@@ -59,7 +60,7 @@ def captured_model(
         rule = "is not compiled; with example= it must be: helixrt.compile(model, loss=..., microbatches=...)"
         raise ConfigError("model", type(model).__name__, rule)
     pipeline_schedule(step.options, settings.mesh.pp)
-    place, autocast = host.connect_stages(), torch.bfloat16 if settings.dtype == "bfloat16" else None
+    place, autocast = host.connect_stages(device), torch.bfloat16 if settings.dtype == "bfloat16" else None
     always = step.options.profile == "measure"
 
     def times(joint: Part, schedule: Schedule) -> Mapping[str, ChunkTimes] | None:
@@ -101,7 +102,7 @@ def times_to_cut_by(
         if not always:
             return measure_units(joint, by_estimates)
         began = time.monotonic()
-        with torch.random.fork_rng(devices=[]):  # the ranks of other stages draw none
+        with torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []):  # other stages draw none
             times = unit_times(joint)
         return Found(times, "", time.monotonic() - began)
 

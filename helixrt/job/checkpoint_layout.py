@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -27,6 +27,7 @@ import torch
 from helixrt.engines.replicated_state import PLACEMENTS
 from helixrt.engines.state_tree import Tree, key_of, segment
 from helixrt.replica.contracts import Scalar, State
+from helixrt.replica.live_bytes import queued_copy
 from helixrt.replica.portions import MODEL, NOT_PERSISTENT, Portion
 
 OWN = "own"  # first part of the names of what a rank alone has, before its number
@@ -84,30 +85,33 @@ class PartIndex:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank writes: entries and scalars, and the tensors of all boxes, in the order of entries, on the CPU."""
+    """What one rank writes: entries and scalars, and the tensors of all boxes, in the order of entries, on the CPU. The values
+    are there when `copied` returns."""
 
     entries: Mapping[str, Entry]
     scalars: Mapping[str, Scalar]
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
+    copied: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     @staticmethod
-    def of(state: State, portions: Mapping[str, Portion]) -> RankPart:
-        """A copy of what this rank has to write of its state."""
+    def of(state: State, portions: Mapping[str, Portion], copied: Callable[[], None] = lambda: None) -> RankPart:
+        """A copy of what this rank has to write of its state. The copies of tensors on CUDA devices are queued on the current
+        stream; `copied` waits for them."""
         entries: dict[str, Entry] = {}
         stored: list[torch.Tensor] = []
         for path, tensor in state.tensors.items():
             portion, dtype = portions.get(path), str(tensor.dtype).removeprefix("torch.")
             if portion is None:
-                mine = _copy(tensor)
+                mine = queued_copy(tensor)
                 name = renamed(path, portions)
                 entries[name] = Entry(dtype, tuple(mine.shape), (((0,) * mine.dim(), tuple(mine.shape)),), False)
                 stored.append(mine)
             elif portion.writes and portion.name not in entries:
                 boxes = tuple((block.offset, block.size) for block in portion.blocks)
                 entries[portion.name] = Entry(dtype, portion.shape, boxes, True)
-                stored += [_copy(box_of(tensor, block.local, block.size)) for block in portion.blocks]
+                stored += [queued_copy(box_of(tensor, block.local, block.size)) for block in portion.blocks]
         scalars = {renamed(path, portions): value for path, value in state.scalars.items() if not path.startswith(PLACEMENTS)}
-        return RankPart(entries, scalars, tuple(stored))
+        return RankPart(entries, scalars, tuple(stored), copied)
 
     def index(self) -> PartIndex:
         """With the CRC-32 of every box: reads all bytes."""
@@ -342,10 +346,6 @@ def box_of(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> 
     for dim, (start, count) in enumerate(zip(offset, size, strict=True)):
         tensor = tensor.narrow(dim, start, count)
     return tensor
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def crc_of(tensor: torch.Tensor) -> int:

@@ -99,8 +99,9 @@ class Checkpointer:
     ) -> bool:
         """Begin a checkpoint of the state, if this step is due and this replica writes it (`writer_of`).
 
-        `read_part` copies the state; it is called in that case only, before this returns. `flush_lineage` must make
-        the lineage durable up to the record; rank 0 calls it, on the background thread. Returns whether one was begun.
+        `read_part` copies the state, or queues the copies; it is called in that case only, before this returns.
+        `flush_lineage` must make the lineage durable up to the record; rank 0 calls it, on the background thread. Returns
+        whether one was begun.
         """
         due = is_due(commit_record.step, self._every, self._last_step) and me_writes
         return due and self.save(commit_record, read_part, flush_lineage, after_failover=False)
@@ -194,6 +195,7 @@ class Checkpointer:
         try:
             if job.part is not None:
                 verdict = f"{_FAILED}killed"
+                job.part.copied()
                 self._write_part(target / f"rank_{self._rank}", job.record, job.part)
                 verdict = _WRITTEN
         except BaseException as error:

@@ -21,7 +21,7 @@ from helixrt.collectives.gloo import GlooExchange
 from helixrt.collectives.gloo_groups_private import bind_gloo, one_gloo_worker
 from helixrt.collectives.rendezvous import StoreClients, all_connected, meet
 from helixrt.engines.replica_mesh import AXES, ReplicaMesh
-from helixrt.errors import MisuseError, Retryable
+from helixrt.errors import ConfigError, MisuseError, Retryable
 from helixrt.job.config import PipelineConfig, TransportConfig
 from helixrt.job.link_delays import delay_towards, link_delays
 from helixrt.job.places import axes_of
@@ -42,7 +42,8 @@ _PATIENCE_S = 3600.0  # of a collective, and of a stage with another one: a rank
 
 
 def replica_mesh(context: RankContext, device: torch.device) -> ReplicaMesh:
-    """Connect the ranks of this replica: Gloo for tensors on the CPU, NCCL for those on CUDA devices.
+    """Connect the ranks of this replica: Gloo for tensors on the CPU, NCCL for those on CUDA devices, where ranks share a
+    stage. Stages reach each other by channels (`stage_channels`), so they may share a device, which NCCL refuses.
 
     It is made once in the life of a replica, and a replica leaves whole. FSDP2 and DTensors need the process's default group to
     be initialized, so this initializes it. Raises MisuseError if the user has done so before, Retryable if a rank does not
@@ -59,7 +60,8 @@ def replica_mesh(context: RankContext, device: torch.device) -> ReplicaMesh:
         torch.cuda.set_device(device)
     sizes = axes_of(context.config.mesh)
     timeout = timedelta(seconds=_PATIENCE_S)
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    within_stages = context.group_world_size > sizes["pp"]
+    backend = f"cpu:gloo,{device.type}:nccl" if device.type != "cpu" and within_stages else "gloo"
     mesh = ReplicaMesh(sizes, context.group_rank, device.type, timeout)
     try:
         _connect_ranks(context, backend, timeout)
@@ -94,16 +96,20 @@ def communication(settings: PipelineConfig) -> Comm:
     return Direct(settings.direct) if settings.direct else DELEGATED
 
 
-def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int) -> StageChannels | None:
+def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int, device: torch.device) -> StageChannels | None:
     """Over endpoints to the other stages, among ranks that are alike on the other axes; None for a single stage, and where the
-    settings ask for Gloo. `number` counts the models of this rank: each has its own.
+    settings ask for Gloo. `number` counts the models of this rank: each has its own. `device`: where the stage computes.
 
     They notice a peer that is gone or cannot be reached, and leave a rail that fails; a peer that hangs or is stopped is the
-    controller's to end, as over Gloo. Raises Retryable if a rank does not come.
+    controller's to end, as over Gloo. Raises Retryable if a rank does not come, ConfigError for Gloo and tensors on a device.
     """
     settings, timeouts = context.config.pipeline, context.timeouts
     stage, stages = mesh.rank("pp"), mesh.size("pp")
-    if stages == 1 or settings.channels != "endpoint":
+    if stages == 1:
+        return None
+    if settings.channels != "endpoint":
+        if device.type != "cpu":
+            raise ConfigError("pipeline.channels", settings.channels, f"carries no tensors on {device.type}; take endpoint")
         return None
     transport = context.config.transport if context.config.exchange == "ftar" else TransportConfig()
     towards = replace(reach(transport, context.replica, timeouts), hang_s=timeouts.start_s)
@@ -130,6 +136,7 @@ def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int) -> Stag
             host_bytes=settings.host_mb << 20,
             delay=delay_towards(link_delays(context.config.chaos.link, stages), stage),
             comm=communication(settings),
+            device=device,
         )
         made.pop_all()  # they are the channels' now
         made.callback(channels.close)

@@ -72,8 +72,7 @@ class Placement:
         if isinstance(model, Stages):
             return self._staged(model)
         if example is not None:
-            self._check_stage_device()
-            return captured_model(self._settings, self._host, model, example, weights, tp_plan)
+            return captured_model(self._settings, self._host, self.device, model, example, weights, tp_plan)
         if weights is not None:
             raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
         mesh.check_module()
@@ -84,20 +83,15 @@ class Placement:
         return model.to(self.device)
 
     def _staged(self, stages: Stages) -> StagedModel:
-        self._check_stage_device()
         mesh = self._settings.mesh
         mesh.check_supported()  # errors are found before the ranks connect
         check_shards(stages.scheduled(mesh.pp), stages.graphs, mesh.dp_shard)
         check_layouts(asdict(mesh), stages.layouts)
-        model = StagedModel(stages, self._host.connect_stages(), None if self._dtype is torch.float32 else self._dtype)
+        autocast = None if self._dtype is torch.float32 else self._dtype
+        model = StagedModel(stages, self._host.connect_stages(self.device), autocast)
         if mesh.dp_shard > 1:
             self.shard_group()  # an evaluation's mean is taken over it
         return model
-
-    def _check_stage_device(self) -> None:
-        if self.device.type != "cpu":
-            rule = "a model in stages trains on the CPU so far (device='cpu')"
-            raise ConfigError("device", self._settings.device, rule)
 
     def engine(self, registered: Registered, model: object) -> SessionEngine:
         """What trains the registered objects; `model` as the user gave it. Raises MisuseError for what cannot be trained."""
@@ -129,9 +123,9 @@ class Placement:
 
 
 def device_of(settings: SessionSettings) -> torch.device:
-    """Each rank has a CUDA device: that of its number on this machine, or those of the host in turn. Ranks of one replica need
-    one each; replicas of one rank may share."""
-    name, ranks = settings.device, settings.mesh.ranks
+    """Each rank has a CUDA device: that of its number on this machine, or those of the host in turn. Ranks of one stage need
+    one each, since they exchange by NCCL; stages and replicas may share."""
+    name, mesh = settings.device, settings.mesh
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError("device", name, "must be auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -141,9 +135,9 @@ def device_of(settings: SessionSettings) -> torch.device:
     devices = torch.cuda.device_count()
     if 0 <= settings.local_rank < devices:
         return torch.device("cuda", settings.local_rank)
-    if ranks == 1:
-        return torch.device("cuda", settings.replica % devices)
-    if devices < ranks:
-        rule = f"a replica of {ranks} ranks needs a CUDA device for each, and this host has {devices}; device='cpu' needs none"
+    of_stage = mesh.ranks // mesh.pp
+    if devices < of_stage:
+        rule = f"a stage of {of_stage} ranks needs a CUDA device for each, and this host has {devices}; device='cpu' needs none"
         raise ConfigError("device", name, rule)
-    return torch.device("cuda", (settings.replica * ranks + settings.shard * settings.mesh.tp + settings.tp_rank) % devices)
+    within = (settings.shard * mesh.cp + settings.cp_rank) * mesh.tp + settings.tp_rank
+    return torch.device("cuda", (settings.replica * mesh.ranks + settings.stage * of_stage + within) % devices)

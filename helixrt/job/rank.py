@@ -221,14 +221,21 @@ class RankRuntime:
 
     def _updated(self, job: RankJob, checkpointer: Checkpointer, done: Done) -> None:
         writes = self._writes(done.record)
-        checkpointer.maybe_save(done.record, lambda: _part_of(job.engine), writes, self._flush)
+        checkpointer.maybe_save(done.record, lambda: self._part_of(job.engine), writes, self._flush)
         job.updated(done)
         if self._measuring is not None:
             self._measuring.step_done(done.record.step)
 
     def _save(self, job: RankJob, checkpointer: Checkpointer, command: Save) -> None:
         self.saves_to_leave = command.departs
-        checkpointer.save(command.record, lambda: _part_of(job.engine), self._flush, command.after_failover, command.departs)
+        checkpointer.save(
+            command.record, lambda: self._part_of(job.engine), self._flush, command.after_failover, command.departs
+        )
+
+    def _part_of(self, engine: Engine) -> RankPart:
+        assert self._worker is not None
+        with self._worker.streams.copying() as copied:
+            return RankPart.of(engine.state(), engine.portions(), copied.wait)
 
     def _writes(self, record: CommitRecord) -> bool:
         return self.context.replica == checkpoints.writer_of(record)
@@ -278,10 +285,6 @@ class RankRuntime:
             if part is not None:
                 part.close()
         self.context.record.write(Kind.RANK_END, code=0)
-
-
-def _part_of(engine: Engine) -> RankPart:
-    return RankPart.of(engine.state(), engine.portions())
 
 
 def exit_code(spec: RankSpec, error: BaseException) -> int:

@@ -133,8 +133,8 @@ class Session(RankPlace):
 
         A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size, also with cp and tp where its
         parts are built for them (`group`, `Stages.layouts`), and with dp_shard, over which FSDP2 shards the parts of each
-        stage, by schedules that need no captured graphs; it trains on the CPU, by `step.train`. With dtype="bfloat16" forward
-        and loss of the parts run under autocast, and each weight is cast once per step.
+        stage, by schedules that need no captured graphs; it trains by `step.train`. With dtype="bfloat16" forward and loss of
+        the parts run under autocast, and each weight is cast once per step.
 
         A compiled model (`helixrt.compile(model, loss=..., microbatches=...)`) and `example`, a batch as `step.train` takes it,
         give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
@@ -144,8 +144,8 @@ class Session(RankPlace):
         With tp a plan cuts it as above; a rank's parameters are plain tensors then, its parts. With cp, for models
         of transformers, a batch is cut along the sequence. dp_shard must be 1.
 
-        Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
-        stages on another device, CaptureError for a model that cannot be captured or cut; MisuseError for a
+        Raises ConfigError for a mesh that a session cannot train yet, and a model without stages in a mesh with pp above 1;
+        CaptureError for a model that cannot be captured or cut; MisuseError for a
         model on the meta device that is not cut, a plan that is missing or does not fit the model, and if torch.distributed is
         initialized already.
         """

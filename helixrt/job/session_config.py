@@ -57,7 +57,9 @@ class SessionConfig(JobConfig):
         """Inverse of `to_plain`."""
         return SessionConfig(**{**raw, **job_parts(raw), "train": TrainFunction.from_plain(raw["train"])})
 
-    def session(self, replica: int, shard: int = 0, local_rank: int = -1, tp_rank: int = 0) -> SessionSettings:
+    def session(
+        self, replica: int, shard: int = 0, local_rank: int = -1, tp_rank: int = 0, stage: int = 0, cp_rank: int = 0
+    ) -> SessionSettings:
         """Of one rank."""
         mesh = Mesh(self.mesh.pp, self.mesh.dp_shard, self.mesh.cp, self.mesh.tp)
         return SessionSettings(
@@ -75,6 +77,8 @@ class SessionConfig(JobConfig):
             self.deal,
             tp_rank,
             local_rank,
+            stage,
+            cp_rank,
         )
 
     def check(self) -> None:

@@ -44,6 +44,8 @@ class SessionSettings:
     deals: tuple[Deal, ...] = ()  # changes of the number of streams before this life of the run
     tp_rank: int = 0  # this rank's number among the tp ranks with its dp_shard number
     local_rank: int = -1  # its number on this machine, where somebody else starts the ranks; -1: not known
+    stage: int = 0
+    cp_rank: int = 0
 
     @property
     def drawn_seed(self) -> int:
@@ -81,8 +83,8 @@ class Host(Protocol):
     def connect(self, device: torch.device) -> ReplicaMesh:
         """Connect the ranks of this replica, the first time; later calls give the same."""
 
-    def connect_stages(self) -> StagePlace:
-        """The same for a model in stages."""
+    def connect_stages(self, device: torch.device) -> StagePlace:
+        """The same for a model in stages, which computes on this device."""
 
     def open(self, engine: SessionEngine, plan: Plan) -> Worker:
         """Build and start the rank's parts. Once."""

@@ -77,11 +77,11 @@ class RankHost:
             self._mesh = replica_mesh(self._context, device)
         return self._mesh
 
-    def connect_stages(self) -> StagePlace:
-        mesh = self.connect(torch.device("cpu"))
-        channels = stage_channels(self._context, mesh, self._models)
+    def connect_stages(self, device: torch.device) -> StagePlace:
+        mesh, record = self.connect(device), self._context.record
+        channels = stage_channels(self._context, mesh, self._models, device)
         self._models += 1
-        return StagePlace(mesh.rank("pp"), mesh.size("pp"), mesh.group("pp"), self._context.record, mesh, channels)
+        return StagePlace(mesh.rank("pp"), mesh.size("pp"), mesh.group("pp"), record, mesh, channels, device)
 
     def open(self, engine: SessionEngine, plan: Plan) -> Worker:
         """Raises MisuseError if the replicas' scripts differ in what they train or how far."""
@@ -165,7 +165,7 @@ def opened_session(runtime: RankRuntime, config: SessionConfig, local_rank: int 
     `Place`."""
     at = runtime.context.spec.coordinate
     with RankHost(runtime) as host:
-        session = Session(config.session(at.replica, at.dp_shard, local_rank, at.tp), host)
+        session = Session(config.session(at.replica, at.dp_shard, local_rank, at.tp, at.pp, at.cp), host)
         seed_all(config.seed)
         yield session
 

@@ -8,7 +8,7 @@ is final, while the rest of backward still runs. The layout depends on parameter
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,7 @@ def lay_out(
 
 
 class GradientBuckets:
-    """The buckets of the chunks on this rank (all parameters of one dtype).
+    """The buckets of the chunks on this rank (all parameters of one dtype and on one device).
 
     `named` are their trainable parameters in the model's order, each once: one that several chunks share (a tied embedding,
     where the first and the last chunk meet) stands where the first of them has it, and is final when the last
@@ -105,7 +105,7 @@ class GradientBuckets:
             raise MisuseError(f"the parameters to train of a stage are of {' and '.join(types)}; they must be of one type")
         alone = {name for name, parameter in self.named if any(parameter is each for each in withheld)}
         self.slots, sizes = lay_out(parts, bucket_bytes, alone=alone, kinds=each, counted=counted)
-        self.flat = [torch.zeros(max(1, size), dtype=self.named[0][1].dtype) for size in sizes]
+        self.flat = [parts[0][1].new_zeros(max(1, size), requires_grad=False) for size in sizes]
         self.grads = [slot.view(self.flat) for slot in self.slots]  # of the parts on this rank
         self._parameters = [parameter for _, parameter in self.named]
         self._given = [self.gradient(p, grad) for p, grad in zip(self._parameters, self.grads, strict=True)]
@@ -136,6 +136,10 @@ class GradientBuckets:
         """The tensor for the parameter's `.grad`, whose part on this rank is in a bucket."""
         return part
 
+    def gradients_in(self, bucket: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The gradients of a bucket, by name."""
+        return ((slot.name, grad) for slot, grad in zip(self.slots, self.grads, strict=True) if slot.bucket == bucket)
+
     def close(self) -> None:
         """Leave the parameters without hooks and gradients. Their hooks refer to this object, so without it its memory would
         last until the garbage collector finds the cycle."""
@@ -158,7 +162,9 @@ class GradientBuckets:
     def install(self, sums: Sequence[torch.Tensor], count: float) -> None:
         """Copy `sums / count`, laid out as `flat`, over the gradients of the step; every parameter has one."""
         for local, total in zip(self.flat, sums, strict=True):
-            if count != 1:
+            if total.device != local.device:  # kept or fetched in host memory
+                local.copy_(total).div_(count)
+            elif count != 1:
                 torch.div(total, count, out=local)
             elif total is not local:
                 local.copy_(total)

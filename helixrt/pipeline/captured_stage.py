@@ -23,6 +23,7 @@ from helixrt.passes.profile import Mode
 from helixrt.passes.seeding import SEED
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.casts import Casts
+from helixrt.pipeline.channels import CPU
 from helixrt.pipeline.gradients import ParameterGradients
 from helixrt.pipeline.graph_stage import JointStage
 from helixrt.pipeline.held import Strand, run_held
@@ -39,16 +40,19 @@ class ModelInputs:
         self._chunks = chunks
         self._microbatches: Sequence[MicroBatch] = ()
         self._seeds: Sequence[torch.Tensor] = ()
+        self._device = CPU
 
-    def begin(self, microbatches: Sequence[MicroBatch], seeds: Sequence[torch.Tensor]) -> None:
-        """The micro-batches of the next pass, and what each draws its random numbers from."""
-        self._microbatches, self._seeds = microbatches, seeds
+    def begin(self, microbatches: Sequence[MicroBatch], device: torch.device, seeds: Sequence[torch.Tensor]) -> None:
+        """The micro-batches of the next pass, and what each draws its random numbers from. What a chunk takes in is moved to
+        `device`."""
+        self._microbatches, self._device, self._seeds = microbatches, device, seeds
 
     def of(self, task: Task) -> dict[Port, torch.Tensor]:
         """All that comes into a forward."""
         chunk = self._chunks[task.chunk]
         microbatch = self._microbatches[task.microbatch]
-        found = {each.port: microbatch[each.source] for each in chunk.inputs}
+        aside = self._device.type != "cpu"  # what comes to the host is read at once
+        found = {each.port: microbatch[each.source].to(self._device, non_blocking=aside) for each in chunk.inputs}
         if task.given is not None:
             found[Port(Role.INPUT, BOUNDARY)] = task.given
         if chunk.seeded:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from helixrt.errors import Cause, Retryable
 from helixrt.record import FlightRecord, Kind
 
+CPU = torch.device("cpu")
 AHEAD_BYTES = 1 << 30  # of messages that a stage expects before it needs them, at most
 
 

@@ -12,6 +12,10 @@ In: connected endpoints, one per queue; which stage this is. Out: a `Channel` to
 A message is a header (when it was queued and begun, by the sender's clock; the sender's step) and the tensor's bytes. It
 arrives when the endpoint has all of it, whether or not it is waited for; `delay` later where a slow link is injected.
 Endpoints check names and sizes against what was agreed, and peers prove the run's secret.
+
+Tensors on a CUDA device go through pinned host memory (`device_copies`). What is sent is copied behind the work that was queued
+before it, and goes to the endpoint when it is copied. What comes in is copied to the device when it is waited for; the device
+does later work after that copy, and the host waits for the arrival alone. Times and order of messages are those of the host.
 """
 
 from __future__ import annotations
@@ -21,13 +25,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from helixrt.errors import Cause, MisuseError, Retryable
-from helixrt.pipeline.channels import Lane, RecvHandle, SelectableChannel, SendHandle, Tag
+from helixrt.pipeline.channels import CPU, Lane, SelectableChannel, Tag
+from helixrt.pipeline.device_copies import DeviceCopies, MakeLane, use
+from helixrt.pipeline.endpoint_handles import EndpointChannel
 from helixrt.pipeline.endpoint_messages import (
     ACKNOWLEDGES,
     HEADER,
@@ -61,7 +66,8 @@ class StageChannels:
     closed with them.
 
     Calls come from the thread that computes. A wait for a peer is at most `timeout_s`. `host_bytes` bounds the host memory of
-    messages on their way out; what comes in is bounded by the schedule. Raises MisuseError for tensors that are not on the CPU.
+    messages on their way out; what comes in is bounded by the schedule. `device`: where the stage computes; what it shares once
+    a step (`_UNORDERED`) is on the CPU. Raises MisuseError for tensors elsewhere. `make_lane` is for tests.
     """
 
     def __init__(
@@ -75,8 +81,10 @@ class StageChannels:
         host_bytes: int = HOST_BYTES,
         delay: Delay = lambda source, step: 0.0,
         comm: Comm = DELEGATED,
+        device: torch.device = CPU,
+        make_lane: MakeLane | None = None,
     ) -> None:
-        self.record, self.host = record, HostTier(host_bytes)
+        self.record, self.host = record, HostTier(host_bytes, pinned=device.type == "cuda")
         self.released_s = -math.inf
         """When the newest of those things came about that compute had to wait for, as Unix time."""
         self._timeout_s, self._delay = timeout_s, delay
@@ -87,9 +95,15 @@ class StageChannels:
         self._in_order: InOrder | None = None
         self._set(comm)
         self._closed = False
+        self._copies: DeviceCopies | None = None
+        if device.type != "cpu" or make_lane is not None:
+            failed = partial(self._peer_lost, None)
+            self._copies = DeviceCopies(device, f"helixrt-stage{stage}-copies", failed, make_lane)
         self._queues = [StageQueue(e, f"helixrt-stage{stage}-queue{i}", self._peer_lost) for i, e in enumerate(endpoints)]
+        for queue in self._queues:
+            queue.call(lambda queue: use(device))
         self._peers = [peer for peer in range(stages) if peer != stage]
-        self.channels: dict[int, SelectableChannel] = {peer: _EndpointChannel(self, peer) for peer in self._peers}
+        self.channels: dict[int, SelectableChannel] = {peer: EndpointChannel(self, peer) for peer in self._peers}
 
     def use(self, comm: Comm) -> None:
         """Communicate so from now on: between two steps, when every message that was sent is taken in or will be. Each stage
@@ -117,14 +131,18 @@ class StageChannels:
             self._wait(lambda: all(message.peer in self._lost for message in self._unarrived), [], min(limit_s, _ARRIVED_S))
         for queue in self._queues:
             queue.close(linger_s)
+        if self._copies is not None:
+            self._copies.close()
 
     # ---- what the channels call, in the thread that computes
 
     def send(self, peer: int, tag: Tag, tensor: torch.Tensor) -> Outgoing:
-        self._check(tensor)
+        copies = self._copies_of(tag)
+        if tensor.device != (where := CPU if copies is None else copies.device):
+            raise MisuseError(f"{tag}: the channels of this stage carry tensors on {where}, not on {tensor.device}")
         record, in_order = self.record, None if tag.lane in _UNORDERED else self._in_order
-        size = tensor.nbytes
-        message = Outgoing(peer, tag, record.step, record.clock(), tensor.detach(), size, in_order is not None)
+        size, made = tensor.nbytes, None if copies is None else copies.mark()
+        message = Outgoing(peer, tag, record.step, record.clock(), tensor.detach(), size, in_order is not None, made)
         with self._changed:
             self._uncopied.add(message)
             if in_order is not None:
@@ -137,10 +155,17 @@ class StageChannels:
         return message
 
     def recv(self, peer: int, tag: Tag, like: torch.Tensor) -> Incoming:
-        message = Incoming(peer, tag, torch.empty(HEADER_BYTES + like.nbytes, dtype=torch.uint8), self.record.clock())
+        size, copies = HEADER_BYTES + like.nbytes, self._copies_of(tag)
+        buffer = torch.empty(size, dtype=torch.uint8, device=CPU) if copies is None else copies.buffer(size)
+        message = Incoming(peer, tag, buffer, self.record.clock())
         name, into = name_of(tag), bytes_of(message.buffer)
         self._queue_of(tag).call(lambda queue: queue.receive(peer, name, into, partial(self._came, queue, message)))
         return message
+
+    def taken(self, message: Incoming, like: torch.Tensor) -> torch.Tensor:
+        """The tensor of a message that has arrived."""
+        tensor, copies = tensor_in(message.buffer, like), self._copies_of(message.tag)
+        return tensor if copies is None else copies.to_device(tensor)
 
     def wait_copied(self, message: Outgoing) -> None:
         """Until the tensor may be reused."""
@@ -184,9 +209,9 @@ class StageChannels:
     def _uncopied_to(self, peers: Sequence[int]) -> bool:
         return any(message.peer in peers for message in self._uncopied)
 
-    def _check(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise MisuseError(f"stage channels over endpoints carry tensors on the CPU, not on {tensor.device}; take Gloo's")
+    def _copies_of(self, tag: Tag) -> DeviceCopies | None:
+        """What copies messages of this kind from and to the device; None where they are on the CPU."""
+        return None if tag.lane in _UNORDERED else self._copies
 
     def _put(self, in_order: InOrder, communication: Communication, peer: int) -> None:
         """Into the queue of direct communication, when there is room."""
@@ -228,17 +253,26 @@ class StageChannels:
         self._queue_of(message.tag).call(partial(self._enter, message))
 
     def _enter(self, message: Outgoing, queue: StageQueue) -> None:
-        """Copy it to host memory, if there is room, and hand it to the endpoint."""
-        tensor, record = message.tensor, self.record
+        """Copy it to host memory, if there is room; then it goes to the endpoint."""
+        tensor = message.tensor
         assert tensor is not None
         buffer = self.host.take(HEADER_BYTES + tensor.nbytes, partial(self._begin, message))
         if buffer is None:
             return
+        into = tensor_in(buffer, tensor)
+        if message.made is not None:
+            assert self._copies is not None
+            hand_over = partial(self._copied, message, buffer)
+            self._copies.to_host(message.made, into, tensor, lambda copy_s: queue.call(partial(hand_over, copy_s)))
+            return
         begun = time.perf_counter()
-        tensor_in(buffer, tensor).copy_(tensor)
-        message.copy_s = time.perf_counter() - begun
-        self.host.copied(tensor.nbytes, message.copy_s)
-        name, data = name_of(message.tag), bytes_of(buffer)
+        into.copy_(tensor)
+        self._copied(message, buffer, time.perf_counter() - begun, queue)
+
+    def _copied(self, message: Outgoing, buffer: torch.Tensor, copy_s: float, queue: StageQueue) -> None:
+        record, name, data = self.record, name_of(message.tag), bytes_of(buffer)
+        message.copy_s = copy_s
+        self.host.copied(message.bytes, copy_s)
         if message.wants_arrival:
             told = bytearray(1)
             answer = (name[0], name[1] | ACKNOWLEDGES)
@@ -318,60 +352,3 @@ class StageChannels:
 def _due_s(group: Sequence[Incoming]) -> float:
     """When all of them may be seen; infinite before all are here."""
     return max(message.due_s if message.here else math.inf for message in group)
-
-
-class _EndpointChannel(SelectableChannel):
-    def __init__(self, channels: StageChannels, peer: int) -> None:
-        self.channels, self.peer = channels, peer
-
-    @property
-    def expects_all(self) -> bool:
-        return True  # else what waits for it at the sender takes up the room, or the place in the queue, of what is needed next
-
-    def send(self, tag: Tag, tensor: torch.Tensor) -> SendHandle:
-        return _EndpointSend(self.channels, self.channels.send(self.peer, tag, tensor))
-
-    def recv(self, tag: Tag, like: torch.Tensor) -> RecvHandle:
-        return _EndpointRecv(self.channels, self.channels.recv(self.peer, tag, like), like)
-
-    def first(self, groups: Sequence[Sequence[RecvHandle]]) -> int:
-        return self.channels.wait_first([[h.message for h in group if isinstance(h, _EndpointRecv)] for group in groups])
-
-    def settle(self) -> None:
-        self.channels.settle([self.peer])
-
-    def close(self) -> None:
-        self.channels.close()
-
-
-@dataclass(slots=True)
-class _EndpointSend(SendHandle):
-    channels: StageChannels
-    message: Outgoing
-
-    def wait(self) -> None:
-        self.channels.wait_copied(self.message)
-
-
-@dataclass(slots=True)
-class _EndpointRecv(RecvHandle):
-    channels: StageChannels
-    message: Incoming
-    like: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        message, record = self.message, self.channels.record
-        needed_s = record.clock() if math.isnan(message.needed_s) else message.needed_s
-        self.channels.wait_here(message)
-        tensor = tensor_in(message.buffer, self.like)
-        record.write(
-            Kind.RECV,
-            begin_s=message.posted_s,
-            tag=str(message.tag),
-            bytes=tensor.nbytes,
-            needed_s=needed_s,
-            arrived_s=message.arrived_s,
-            sent_s=message.sent_s,
-            queued_s=message.queued_s,
-        )
-        return tensor

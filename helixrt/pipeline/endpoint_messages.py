@@ -16,6 +16,7 @@ from helixrt.pipeline.channels import Tag, wire_tag
 from helixrt.pipeline.in_order import Communication
 from helixrt.pipeline.stage_queue import Name
 from helixrt.transport.contract import Buffer
+from helixrt.transport.device_lanes import Mark
 
 HEADER = struct.Struct("<ddq?")  # queued, begun (Unix times), the sender's step, whether the arrival is to be reported
 HEADER_BYTES = 64  # tensors behind it are aligned
@@ -37,7 +38,7 @@ def tensor_in(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Outgoing:
-    """`tensor` is the stage's until it is copied, then None."""
+    """`tensor` is the stage's until it is copied, then None; on a device it is there once `made` has passed."""
 
     peer: int
     tag: Tag
@@ -46,6 +47,7 @@ class Outgoing:
     tensor: torch.Tensor | None
     bytes: int
     wants_arrival: bool
+    made: Mark | None = None
     begun_s: float = math.nan
     copy_s: float = math.nan
     communication: Communication = field(default_factory=Communication)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from helixrt.pipeline.channels import Channel, Lane, RecvHandle, SelectableChannel, Tag
+from helixrt.pipeline.channels import CPU, Channel, Lane, RecvHandle, SelectableChannel, Tag
 
 _RELAYS = 4  # stages that tell what they know, at most: of three at least one is at no end of a given link
 
@@ -24,7 +24,7 @@ def share_loss(
     Stage `home`, which has the last chunk, puts its loss in (others None), every stage gets it back.
     """
     tag, passed_on = Tag(generation, step, 0, 0, Lane.LOSS), Tag(generation, step, 0, 1, Lane.LOSS)
-    like, relays = torch.empty(1, dtype=torch.float64), [relay for relay in _relays(channels) if relay != home]
+    like, relays = torch.empty(1, dtype=torch.float64, device=CPU), [relay for relay in _relays(channels) if relay != home]
     expected: list[RecvHandle] = []
     if stage != home:
         expected = [channels[home].recv(tag, like), *(channels[r].recv(passed_on, like) for r in relays if r != stage)]
@@ -32,7 +32,7 @@ def share_loss(
     def result(loss: float | None) -> float:
         if stage == home:
             assert loss is not None
-            found = torch.tensor([loss], dtype=torch.float64)
+            found = torch.tensor([loss], dtype=torch.float64, device=CPU)
             for channel in channels.values():
                 channel.send(tag, found)
             return loss
@@ -57,7 +57,8 @@ def gather(
 ) -> list[float]:
     """Every stage's value, in the order of stages."""
     tag, table_tag = Tag(generation, step, 0, 0, lane), Tag(generation, step, 0, 1, lane)
-    mine, table = torch.tensor([value], dtype=torch.float64), torch.empty(stages, dtype=torch.float64)
+    mine = torch.tensor([value], dtype=torch.float64, device=CPU)
+    table = torch.empty(stages, dtype=torch.float64, device=CPU)
     peers = [peer for peer in range(stages) if peer != stage]
     handles: dict[int, RecvHandle] = {peer: channels[peer].recv(tag, mine) for peer in peers}
     relays = _relays(channels)
@@ -67,7 +68,7 @@ def gather(
     first = _first(channels, [list(handles.values()), *([each] for each in tables)])
     if first == 0:
         told = [handles[peer].wait().item() if peer in handles else value for peer in range(stages)]
-        table = torch.tensor(told, dtype=torch.float64)
+        table = torch.tensor(told, dtype=torch.float64, device=CPU)
     else:
         table = tables[first - 1].wait()
     if stage in relays:

@@ -1,8 +1,8 @@
 """Works through one stage's program, in order.
 
 In: a program (one stage's part of a schedule); the step's micro-batches. Out: the losses of the last chunk,
-gradients in the buckets, an OPERATION event per operation. It decides nothing: another order is another
-schedule, passed in at a step boundary.
+gradients in the buckets, an OPERATION event per operation (on a CUDA device once it is over: `operation_times`). It decides
+nothing: another order is another schedule, passed in at a step boundary.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 
 from helixrt.errors import MisuseError
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import AHEAD_BYTES, Channel, Lane, RecvHandle, SendHandle, Tag
+from helixrt.pipeline.channels import AHEAD_BYTES, CPU, Channel, Lane, RecvHandle, SendHandle, Tag
+from helixrt.pipeline.operation_times import times_on
 from helixrt.pipeline.program import Action, Arrival, Program, Transfer
 from helixrt.pipeline.stage import Stage, Task
-from helixrt.record import FlightRecord, Kind
+from helixrt.record import FlightRecord
 from helixrt.schedule.ir import Op
 
 
@@ -41,6 +42,7 @@ class Executor:
 
     `stage` computes; `channels` lead to other stages; `boundary` has the shape and dtype of what goes between chunks
     (one micro-batch's hidden states; contents do not matter): one tensor for all, or one for each two neighbours in order.
+    `device`: where the stage computes.
 
     A message is expected from the moment on at which the schedule lets it be sent, so that a slow link carries as many at once
     as the order allows. What is expected and not needed yet has at most `ahead_bytes`, unless a channel `expects_all`; the
@@ -54,9 +56,10 @@ class Executor:
         boundary: torch.Tensor | Sequence[torch.Tensor],
         record: FlightRecord,
         ahead_bytes: int = AHEAD_BYTES,
+        device: torch.device = CPU,
     ) -> None:
         self.stage, self.channels, self.boundary, self.record = stage, channels, boundary, record
-        self.ahead_bytes = ahead_bytes
+        self.ahead_bytes, self.times = ahead_bytes, times_on(device, record)
         self.slowdown: Callable[[int], Slowdown] | None = None
         """The injected slowdown of a step (`chaos.slow`)."""
 
@@ -82,6 +85,7 @@ class Executor:
         for channel in self.channels.values():
             channel.settle()  # what the last pass left: its receivers have gone on to this one, or are about to
         self.stage.reset()
+        self.times.begin_pass()
         factor = 1.0 / program.schedule.microbatches if factor is None else factor
         losses: dict[int, torch.Tensor] = {}
         local: dict[Transfer, torch.Tensor] = {}
@@ -128,12 +132,13 @@ class Executor:
                 for action in entry:
                     if draws is not None and action.op is Op.F:
                         draws(action.chunk, action.microbatch)
-                begin_s = self.record.clock()
+                begun = self.times.begin()
                 for chunk in ending:
                     assert buckets is not None
                     buckets.last_backward(chunk)
                 results = self._compute(tasks, buckets)
-                self._note(entry, begin_s)  # before sends, which may hold up this stage
+                self.times.end(begun, entry)  # before sends, which may hold up this stage
+                self.times.write_passed()
                 expected.may_come(arrivals)
                 for action, result in zip(entry, results, strict=True):
                     if action.op is Op.F and action.gives is None:
@@ -151,6 +156,7 @@ class Executor:
         operations = [task.op for task in tasks]  # the stage empties the list, to free what was given
         begin_s = time.perf_counter()
         results = self.stage.compute(tasks, buckets)
+        self.times.wait()
         time.sleep(self.slowdown(self.record.step).sleep_s(time.perf_counter() - begin_s, operations))
         return results
 
@@ -169,12 +175,6 @@ class Executor:
                 f"part {action.chunk} {of} {tensor.dtype} {list(tensor.shape)}, and the boundary between parts was declared as "
                 f"{like.dtype} {list(like.shape)}. Declare the boundary as parts give it; dtype='bfloat16' may change its type"
             )
-
-    def _note(self, entry: Sequence[Action], begin_s: float) -> None:
-        woven = {"woven": True} if len(entry) > 1 else {}
-        for action in entry:
-            op, chunk, microbatch = action.op.value, action.chunk, action.microbatch
-            self.record.write(Kind.OPERATION, begin_s=begin_s, op=op, chunk=chunk, microbatch=microbatch, **woven)
 
 
 class _Expected:

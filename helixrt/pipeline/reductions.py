@@ -25,12 +25,20 @@ class BucketSums:
     """`begin`, the call that it returns and `drain` come from the thread that computes.
 
     `groups`: of each bucket; None where this rank has the whole gradient. They are for this object alone: collectives of one
-    group must come in the same order on all its ranks. A bucket waits at most as long as its group's timeout.
+    group must come in the same order on all its ranks. A bucket waits at most as long as its group's timeout. On a device
+    `handed_over(bucket)` is called in the thread that computes; `ready(bucket)` has the calling thread's stream wait for what
+    was queued before the bucket was handed over, or handed on. The sums are made on a stream of their own.
     """
 
-    def __init__(self, buckets: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[torch.Tensor],
+        groups: Sequence[dist.ProcessGroup | None],
+        handed_over: OnBucket = lambda bucket: None,
+        ready: OnBucket = lambda bucket: None,
+    ) -> None:
         assert len(buckets) == len(groups)
-        self._buckets, self._groups = buckets, groups
+        self._buckets, self._groups, self._handed_over, self._ready = buckets, groups, handed_over, ready
         self._orders: queue.SimpleQueue[tuple[int, OnBucket] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()  # guards what follows
         self._open = 0  # buckets that were handed over and are not done
@@ -47,12 +55,16 @@ class BucketSums:
         return on_bucket if self._thread is None else lambda bucket: self._order(bucket, on_bucket)
 
     def drain(self) -> None:
-        """Wait until all buckets that were handed over hold their sums. Raises Retryable if a rank of the replica is lost."""
+        """Wait until all buckets that were handed over hold their sums; on a device, have what the calling thread queues from
+        now on wait for them. Raises Retryable if a rank of the replica is lost."""
         with self._changed:
             while self._open and self._broken is None:
                 self._changed.wait(_LOOK_S)
             if self._broken is not None:
                 raise self._broken
+        if self._thread is not None:
+            for bucket in range(len(self._buckets)):
+                self._ready(bucket)
 
     def close(self) -> None:
         """End the thread, unless it waits for a rank that is lost; idempotent."""
@@ -61,12 +73,16 @@ class BucketSums:
             self._thread.join(_JOIN_S)
 
     def _order(self, bucket: int, on_bucket: OnBucket) -> None:
+        self._handed_over(bucket)
         with self._changed:
             self._open += 1
         self._orders.put((bucket, on_bucket))
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # thread-local
+        device = self._buckets[0].device
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device))
         while (order := self._orders.get()) is not None:
             try:
                 self._carry_out(*order)
@@ -81,6 +97,7 @@ class BucketSums:
 
     def _carry_out(self, bucket: int, on_bucket: OnBucket) -> None:
         group = self._groups[bucket]
+        self._ready(bucket)
         if group is not None:
             try:
                 dist.all_reduce(self._buckets[bucket], group=group)

@@ -18,8 +18,9 @@ from helixrt.errors import Retryable
 from helixrt.protocol.step import messages as p
 from helixrt.record import Kind
 from helixrt.replica.commands import RankReport
+from helixrt.replica.device_streams import DeviceStreams
 from helixrt.replica.fetching import Fetching
-from helixrt.replica.finite import all_finite
+from helixrt.replica.finite import all_finite, finite_buckets
 from helixrt.replica.progress import EXCHANGE
 from helixrt.replica.rank_parts import RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
@@ -32,9 +33,15 @@ class ExchangeThread:
     `fail(error)` ends the rank."""
 
     def __init__(
-        self, parts: RankParts, reduced: ReducedSets, fetching: Fetching, fail: Callable[[BaseException], None]
+        self,
+        parts: RankParts,
+        reduced: ReducedSets,
+        fetching: Fetching,
+        streams: DeviceStreams,
+        fail: Callable[[BaseException], None],
     ) -> None:
         self._parts, self._reduced, self._fetching, self._fail = parts, reduced, fetching, fail
+        self._streams = streams
         self._orders: queue.SimpleQueue[p.Exchange | p.Examine | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="helixrt-exchange", daemon=True)
         self._lock = threading.Lock()  # guards everything below
@@ -84,20 +91,19 @@ class ExchangeThread:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # thread-local
-        while (command := self._orders.get()) is not None:
-            try:
-                self._parts.report(self._carry_out(command))  # one answer each, also when the report itself fails
-            except BaseException as error:
-                self._fail(error)
-                return
+        try:
+            with self._streams.own():
+                while (command := self._orders.get()) is not None:
+                    self._parts.report(self._carry_out(command))  # one answer each, also when the report itself fails
+        except BaseException as error:
+            self._fail(error)
 
     def _carry_out(self, command: p.Exchange | p.Examine) -> RankReport:
         parts = self._parts
         try:
             with parts.progress.doing("exchange", EXCHANGE, parts.max_wait_s + parts.timeouts.exchange_s):
                 if isinstance(command, p.Examine):
-                    engine = parts.engine
-                    finite = all(all_finite(engine.finite_part(i, bucket)) for i, bucket in enumerate(engine.buckets))
+                    finite = finite_buckets(parts.engine)
                     return p.Examined(command.generation, parts.group_rank, finite)
                 return p.RankDone(command.generation, parts.group_rank, finite=self._exchange(command))
         except Retryable as error:
@@ -120,13 +126,14 @@ class ExchangeThread:
         write(Kind.EXCHANGE_BEGIN, begin_s=begin_s, generation=command.generation, contribute=command.contribute)
         buckets = parts.engine.buckets
         sums, finite = self._reduced.borrow(buckets, command.contribute), True
+        zeros = torch.zeros(0 if command.contribute else max(map(_nbytes, sums), default=0), dtype=torch.uint8)
         for count, index in enumerate(reversed(range(len(buckets)))):
             if command.contribute:
                 self._await_bucket(index, command.generation, deadline)
                 parts.engine.ready(index)
                 source = buckets[index]
             else:
-                source = torch.zeros_like(sums[index])
+                source = zeros[: _nbytes(sums[index])].view(sums[index].dtype)
             begin_s = parts.record.clock()
             parts.exchange.all_reduce(source, sums[index])
             write(
@@ -135,10 +142,12 @@ class ExchangeThread:
                 generation=command.generation,
                 bucket=count,
                 buckets=len(buckets),
-                bytes=source.numel() * source.element_size(),
+                bytes=_nbytes(source),
             )
             self._check_abort(command.generation)
             finite = finite and all_finite(parts.engine.finite_part(index, sums[index]))
+            self._reduced.summed(index, sums)
+        self._streams.finish()  # others take the sums, on streams of theirs
         self._reduced.exchanged(command.generation, sums)
         write(Kind.EXCHANGE_END, generation=command.generation, finite=finite)
         return finite
@@ -160,3 +169,7 @@ class ExchangeThread:
         with self._lock:
             if self._aborted >= generation:
                 raise Retryable("aborted")
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -30,6 +30,20 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
     return dict(found)
 
 
+def host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Uninitialised host memory for a copy of the tensor, pinned where it is on a CUDA device."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def queued_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """In host memory and contiguous; of a tensor on a CUDA device it is made when the current stream comes to it."""
+    if not tensor.is_cuda:
+        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))  # also if it is freed before
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """In host memory, whatever happens to the tensor afterwards."""
     return tensor.detach().to("cpu", copy=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from helixrt.protocol.step import messages as p
 from helixrt.record import Kind
-from helixrt.replica.finite import all_finite
+from helixrt.replica.finite import finite_buckets
 from helixrt.replica.rank_parts import RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
 
@@ -30,9 +30,7 @@ class OwnSums:
         parts = self._parts
         begin_s = parts.record.clock()
         buckets = list(parts.engine.buckets)
-        for index in range(len(buckets)):
-            parts.engine.ready(index)
-        finite = all(all_finite(parts.engine.finite_part(i, bucket)) for i, bucket in enumerate(buckets))
+        finite = finite_buckets(parts.engine)
         if isinstance(command, p.Examine):
             return p.Examined(command.generation, parts.group_rank, finite)
         assert command.members == (parts.replica,), f"a run of one replica has no exchange with {command.members}"

@@ -17,6 +17,7 @@ from helixrt.protocol.step import messages as p
 from helixrt.replica.commands import Digest, Evaluate, Exit, LoadDurable, PrepareOrder, RankCommand, Save
 from helixrt.replica.compute import Commands, Compute
 from helixrt.replica.contracts import BatchEngine, WorkResult
+from helixrt.replica.device_streams import DeviceStreams
 from helixrt.replica.exchanging import ExchangeThread
 from helixrt.replica.fetching import Fetching
 from helixrt.replica.live_bytes import LOCAL, SNAPSHOTS, LiveBytes, bytes_of
@@ -36,9 +37,10 @@ class RankWorker:
         self.parts = parts
         self.commands = Commands()
         self.reduced = ReducedSets(parts.transport)
-        self.serving = Serving(parts, self.fail)
+        self.streams = streams = DeviceStreams([*parts.engine.buckets, *parts.engine.state().tensors.values()])
+        self.serving = Serving(parts, streams, self.fail)
         self.fetching = Fetching(parts, self.reduced, self.fail)
-        self.exchanging = ExchangeThread(parts, self.reduced, self.fetching, self.fail)
+        self.exchanging = ExchangeThread(parts, self.reduced, self.fetching, streams, self.fail)
         self.own_sums = OwnSums(parts, self.reduced) if parts.alone else None
         self.compute = Compute(parts, self.commands, self.reduced, self.serving, self.fetching, self.own_sums)
 

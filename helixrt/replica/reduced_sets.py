@@ -5,8 +5,9 @@ the main thread takes it for the update and has it served to replicas that misse
 it is free again. Sets that are fetched for replay enter where the commit does.
 
 On an accelerator there is one set, which the exchange of each step fills: its buckets are written after the next work has made
-gradients, and so after the update and the copy that is served. An exchange to which this replica does not contribute may run
-before the update, and fills a set in host memory; so all that is kept or served is there.
+gradients, and so after the update. With it goes a set in pinned host memory, its copy, to be served: each bucket of it is
+queued to be copied when it is summed, while the next one is exchanged. An exchange to which this replica does not contribute
+may run before the update, and fills a set in host memory; so all that is kept or served is there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from helixrt.protocol.catchup_memory import SERVED as MOST_SERVED
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import StateTransport
-from helixrt.replica.live_bytes import KEPT, SERVED, SUMS, host_copy
+from helixrt.replica.live_bytes import KEPT, SERVED, SUMS, host_like
 from helixrt.replica.rank_parts import Buckets, bucket_names, reduced_name
 
 _FREE = 2  # sets that are held for the next exchanges
@@ -35,7 +36,9 @@ class ReducedSets:
         self._exchanged: tuple[int, Buckets] | None = None  # (generation, sums) of the last exchange
         self._free: list[Buckets] = []
         self._on_device: Buckets | None = None  # the one set, where gradients are on an accelerator
+        self._copy: Buckets | None = None  # of that set, in host memory
         self._kept: dict[str, Buckets] = {}
+        self._copies: dict[str, Buckets] = {}  # of what is kept, or taken and not served yet, on the device
 
     def borrow(self, like: Sequence[torch.Tensor], contribute: bool = True) -> Buckets:
         """A set of this layout for an exchange's sums; that of an exchange that was not committed is used again.
@@ -45,6 +48,9 @@ class ReducedSets:
                 self._exchanged = None
                 if self._on_device is None:
                     self._on_device = [torch.empty_like(b) for b in like]
+                    self._free = [free for free in self._free if self._is_reusable(free)]
+                if self._copy is None:
+                    self._copy = self._free.pop() if self._free else [host_like(b) for b in like]
                 return self._on_device
         with self._lock:
             if self._exchanged is not None and self._exchanged[1] is self._on_device:
@@ -54,10 +60,15 @@ class ReducedSets:
                 return spare
             if self._free:
                 return self._free.pop()
-        return [torch.empty_like(b, device="cpu" if _elsewhere(b) else b.device) for b in like]
+        return [torch.empty_like(b, device="cpu") for b in like]  # used once: pinning it would take longer than the sum
+
+    def summed(self, index: int, sums: Buckets) -> None:
+        """The calling thread has queued what sums this bucket of a borrowed set; queues its copy, where it needs one."""
+        if sums is self._on_device and self._copy is not None:
+            self._copy[index].copy_(sums[index], non_blocking=True)
 
     def exchanged(self, generation: int, sums: Buckets) -> None:
-        """The exchange of this generation filled a borrowed set."""
+        """The exchange of this generation filled a borrowed set; what `summed` has queued is done."""
         with self._lock:
             self._exchanged = (generation, sums)
 
@@ -72,6 +83,8 @@ class ReducedSets:
         with self._lock:
             assert self._exchanged is not None and self._exchanged[0] == record.generation
             self._kept[record.hash] = self._exchanged[1]
+            if self._exchanged[1] is self._on_device and self._copy is not None:
+                self._copies[record.hash], self._copy = self._copy, None
             self._exchanged = None
 
     def put(self, lineage: str, sums: Buckets) -> None:
@@ -88,6 +101,7 @@ class ReducedSets:
         """Do not keep this record's set any longer; idempotent."""
         with self._lock:
             self._kept.pop(lineage, None)
+            self._copies.pop(lineage, None)
 
     def kept(self) -> frozenset[str]:
         """The records whose sets are kept."""
@@ -96,8 +110,9 @@ class ReducedSets:
 
     def serve(self, record: CommitRecord, sums: Buckets) -> None:
         """Offer the newest two sets to other replicas; an older one is free again."""
-        if sums is self._on_device:
-            sums = [host_copy(each) for each in sums]
+        with self._lock:
+            sums = self._copies.pop(record.hash, sums)
+            assert sums is not self._on_device, "the copy of the set was forgotten before it was served"
         name = reduced_name(record.hash)
         self._transport.offer(name, dict(zip(bucket_names(sums), sums, strict=True)))
         self._served.append((name, sums))
@@ -105,15 +120,21 @@ class ReducedSets:
             old_name, old = self._served.pop(0)
             self._transport.withdraw(old_name)
             with self._lock:
-                if len(self._free) < _FREE and self._on_device is None:  # else the exchange's set is that one
+                if len(self._free) < _FREE and self._is_reusable(old):
                     self._free.append(old)
+
+    def _is_reusable(self, sums: Buckets) -> bool:
+        """The copy of a set on a CUDA device is pinned, else each bucket of it would hold up the exchange; a set that was
+        fetched, or summed while this replica was behind, is not."""
+        return self._on_device is None or not self._on_device[0].is_cuda or sums[0].is_pinned()
 
     def live(self) -> dict[str, list[torch.Tensor]]:
         """The tensors of all sets by kind (`live_bytes`). Called by the main thread."""
         with self._lock:
             sums = [*(self._on_device or ()), *(self._exchanged[1] if self._exchanged is not None else ())]
-            sums += [tensor for free in self._free for tensor in free]
-            kept = [tensor for sums_ in self._kept.values() if sums_ is not self._on_device for tensor in sums_]
+            sums += [tensor for spare in (*self._free, self._copy or ()) for tensor in spare]
+            held = [s for s in (*self._kept.values(), *self._copies.values()) if s is not self._on_device]
+            kept = [tensor for sums_ in held for tensor in sums_]
         return {SUMS: sums, KEPT: kept, SERVED: [tensor for _, served in self._served for tensor in served]}
 
 

@@ -17,6 +17,7 @@ import torch
 from helixrt.errors import Fatal, Retryable
 from helixrt.record import Kind
 from helixrt.replica.contracts import Shard, layout_of
+from helixrt.replica.device_streams import DeviceStreams
 from helixrt.replica.live_bytes import host_copy
 from helixrt.replica.rank_parts import RankParts, state_name
 from helixrt.replica.state_shards import shards_of
@@ -36,7 +37,7 @@ class Serving:
     """`offer`, `withdraw` and `update_ordered` come from the thread that dispatches, `settle` and `update_done` from the main
     thread. `fail(error)` ends the rank."""
 
-    def __init__(self, parts: RankParts, fail: Callable[[BaseException], None]) -> None:
+    def __init__(self, parts: RankParts, streams: DeviceStreams, fail: Callable[[BaseException], None]) -> None:
         self._engine, self._transport, self._record = parts.engine, parts.transport, parts.record
         self._layouts = parts.layouts
         self._step_s, self._fail = parts.timeouts.step_s, fail
@@ -44,6 +45,7 @@ class Serving:
         self._lock = threading.Lock()  # guards everything below
         self._changed = threading.Condition(self._lock)
         self._updates_done = 0
+        self._streams, self._written = streams, streams.point()  # behind what has written the state
         self._held = False  # the state may be another one for a while: no snapshot begins
         self._taking = 0  # snapshots that are just being copied
         self._snapshots: list[_Snapshot] = []
@@ -80,7 +82,9 @@ class Serving:
     # ---------------------------------------------------------------- the main thread
 
     def settle(self) -> None:
-        """Wait for the snapshots that were ordered before the update that comes next. Raises Fatal if one does not end."""
+        """Wait for the snapshots that were ordered before the update that comes next. Raises Fatal if one does not end. On a
+        device the update comes after the copies for checkpoints as well."""
+        self._streams.settle()
         with self._lock:
             if not self._snapshots:
                 return
@@ -102,13 +106,13 @@ class Serving:
             yield
         finally:
             with self._changed:
-                self._held = False
+                self._held, self._written = False, self._streams.point()
                 self._changed.notify_all()
 
     def update_done(self) -> None:
         """The state is that of the next record."""
         with self._lock:
-            self._updates_done += 1
+            self._updates_done, self._written = self._updates_done + 1, self._streams.point()
             if self._snapshots:
                 self._changed.notify_all()
 
@@ -147,10 +151,12 @@ class Serving:
                 self._changed.wait_for(lambda: self._closed or not self._held)
                 if self._closed:
                     return
-                self._taking += 1
+                self._taking, written = self._taking + 1, self._written
             begin_s = self._record.clock()
             try:
-                copy = {name: host_copy(shard) for name, shard in shards_of(self._engine.state()).items()}
+                with self._streams.own():
+                    written.follow()
+                    copy = {name: host_copy(shard) for name, shard in shards_of(self._engine.state()).items()}
             finally:
                 with self._changed:
                     self._taking -= 1

@@ -12,6 +12,8 @@ import select
 import threading
 from collections.abc import Mapping
 
+_EPOLL_UNIT_S = 1e-3  # it rounds the time up to multiples of this
+
 
 class Poller:
     """One epoll with the two wakes. `close` only when no thread waits any more."""
@@ -46,6 +48,12 @@ class Poller:
 
     def wait(self, timeout_s: float) -> None:
         """Until a descriptor is ready, a wake comes, or the time is over. Takes no wake."""
+        if 0.0 < timeout_s < _EPOLL_UNIT_S:
+            try:
+                select.select([self._epoll], [], [], timeout_s)
+                return
+            except ValueError:  # a descriptor of 1024 or more
+                pass
         self._epoll.poll(max(0.0, timeout_s))
 
     def sleep(self, timeout_s: float) -> None:

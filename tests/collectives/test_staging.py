@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -17,10 +18,11 @@ from helixrt.collectives.handle import CollectiveError, Handle
 from helixrt.collectives.operations import How
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.collectives.staged_operation import traffic
-from helixrt.collectives.staging import Lane, Mark, Staged, Staging
+from helixrt.collectives.staging import Staged, Staging
 from helixrt.collectives.work import HelixWork
 from helixrt.protocol.collective.algorithms import choice
 from helixrt.protocol.collective.plan import Copy, Node, Receive, Reduce, Region, Send, Space
+from helixrt.transport.device_lanes import Lane, Mark
 from tests.collectives.queue_group import DEADLINE_S, SMALL, SUM, Group, tensor
 
 CHUNK_BYTES = 64
@@ -36,6 +38,9 @@ class Later(Mark):
     def wait(self) -> None:
         while not self._world.has_done(self.number):
             self._world.step()
+
+    def since_s(self, earlier: Mark) -> float:
+        return 1e-6
 
 
 class World:
@@ -53,6 +58,12 @@ class World:
     def lane(self, device: torch.device) -> Lane:
         self._queued.append([])
         return WorldLane(self, self._queued[-1])
+
+    @property
+    def waiting(self) -> bool:
+        """Something is queued."""
+        with self._lock:
+            return any(self._queued)
 
     def put(self, lane: list[tuple[int, set[int], Callable[[], object]]], after: set[int], work: Callable[[], object]) -> Mark:
         with self._lock:
@@ -86,6 +97,9 @@ class WorldLane(Lane):
     def follow_caller(self, tensor: torch.Tensor) -> None:
         pass  # the caller's work is done at once
 
+    def mark_caller(self) -> Mark:
+        return self._world.put(self._queued, set(), lambda: None)
+
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, Later)
         self._after.add(mark.number)
@@ -93,11 +107,17 @@ class WorldLane(Lane):
     def run(self, work: Callable[[], object]) -> Mark:
         return self._world.put(self._queued, self._after, work)
 
-    def lead_caller(self, mark: Mark) -> None:
+    def lead_caller(self, mark: Mark, made: torch.Tensor | None = None) -> None:
         mark.wait()
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.full((tensor.numel(),), float("nan") if tensor.is_floating_point() else 77, dtype=tensor.dtype)
+
+    def hold(self, host: torch.Tensor) -> None:
+        pass  # the world refers to what its work uses
+
+    def device_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 77)
 
 
 class PlayedCard(Staging):
@@ -321,6 +341,38 @@ def test_collectives_of_all_kinds_on_a_card_of_any_pace(size: int, seed: int) ->
         group.close()
 
 
+def test_the_card_is_asked_often_while_bytes_come_and_seldom_while_none_do() -> None:
+    """A message of a megabyte is on the card and back in a fraction of a millisecond."""
+    cards = [PlayedCard(0, pace=0.0), PlayedCard(1, pace=0.0)]
+    group = Group(2, staging=cards.__getitem__)
+    communicator = group.ranks[0].communicator
+    execution = communicator._execution
+    assert execution is not None
+
+    def pauses(now: float, count: int) -> tuple[list[float], float]:
+        """Between the looks of a driver that sleeps as it is told, from `now` on, and when the last of them is."""
+        found = []
+        for _ in range(count):
+            execution.turn(now)
+            found.append(execution.next_deadline() - now)
+            now += found[-1]
+        return found, now
+
+    try:
+        group.ranks[0].all_reduce(torch.ones(5000), torch.ones(5000), SUM, How(DEADLINE_S))
+        with communicator._lock:
+            (first,), now = pauses(time.monotonic() + 1.0, 1)
+            assert first == pytest.approx(5e-4)
+            while first > 5e-5:  # until the first message has come; the next one has not
+                assert cards[0].world.step()
+                (first,), now = pauses(now, 1)
+            silent, now = pauses(now, 60)
+            assert silent == sorted(silent) and silent[0] < 5e-5 and silent[-1] == pytest.approx(5e-4)
+            assert sum(silent[:20]) > 5e-4  # a pause grows with the time that has passed
+    finally:
+        group.close()
+
+
 def test_a_lost_peer_ends_what_waits_for_the_card() -> None:
     """Nothing of the source ever comes: the operations hold all their messages back."""
     group = Group(3, staging=lambda rank: PlayedCard(0, pace=0.0))
@@ -334,6 +386,31 @@ def test_a_lost_peer_ends_what_waits_for_the_card() -> None:
             for handle in each:
                 with pytest.raises(CollectiveError, match="the connection was reset"):
                     handle.wait(DEADLINE_S / 2)
+    finally:
+        group.close()
+
+
+def test_what_a_failed_call_had_queued_comes_before_what_the_caller_does_next() -> None:
+    """Else a late sum would write over the tensors of the caller's next attempt."""
+    cards = [PlayedCard(0, pace=0.0), PlayedCard(1)]
+    world = cards[0].world
+    group = Group(2, staging=lambda rank: cards[rank])
+    try:
+        out = torch.zeros(9)
+        handle = group.ranks[0].all_reduce(torch.ones(9), out, SUM, How(DEADLINE_S))
+        assert world.step() and not world.waiting, "the source has come"
+        group.ranks[1].all_reduce(torch.ones(9), torch.zeros(9), SUM, How(DEADLINE_S))
+        until = time.monotonic() + DEADLINE_S
+        while not world.waiting:  # for the sum to be queued
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        group.endpoints[1].die()
+        with pytest.raises(CollectiveError, match="the connection was reset"):
+            handle.wait(DEADLINE_S / 2)
+        out.fill_(7.0)
+        while world.step():
+            pass
+        assert torch.equal(out, torch.full((9,), 7.0))
     finally:
         group.close()
 

@@ -28,6 +28,7 @@ from helixrt.job.checkpoint_restore import restored
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import State
 from tests.engines.same_state import same_state
+from tests.ranks_context import ranks_context
 
 REPLICAS, ACCUMULATE, INPUTS, CLIP = 2, 2, 6, 0.05
 KINDS = [(1, "float32", ""), (2, "float32", ""), (3, "float32", ""), (1, "bf16", "fp32"), (2, "bf16", "fp32"), (3, "bf16", "")]
@@ -62,7 +63,12 @@ def config(stage: int, dtype: str = "float32", accumulated: str = "", **more: An
         "gradient_clipping": CLIP,
         "steps_per_print": 10_000,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8, **more.pop("zero", {})},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 8,
+            "reduce_bucket_size": 4096,  # elements, which each engine allocates
+            **more.pop("zero", {}),
+        },
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-2, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2}},
         **more,
@@ -100,7 +106,7 @@ class Replica:
         for number in range(micro_batches):
             position = (step - 1) * ACCUMULATE + number
             self.engine.seed(position)
-            x = rows(self.replica, self.rank, position).to(self.dtype)
+            x = rows(self.replica, self.rank, position).to(self.engine.device, self.dtype)
             loss = F.mse_loss(self.deepspeed(x).float(), x[:, :1].float(), reduction="sum")
             self.engine.backward(loss, len(x), last=number == ACCUMULATE - 1)
         if micro_batches < ACCUMULATE:
@@ -167,10 +173,10 @@ def compare(plain: Plain, replica: Replica, tolerance: float, when: str) -> None
     expected = dict(plain.model.named_parameters())
     for name, parameter in whole(replica).items():
         torch.testing.assert_close(
-            parameter.float(), expected[name].data, rtol=tolerance, atol=tolerance, msg=f"{when}: {name}"
+            parameter.float().cpu(), expected[name].data, rtol=tolerance, atol=tolerance, msg=f"{when}: {name}"
         )
     for name, buffer in replica.deepspeed.module.named_buffers():
-        torch.testing.assert_close(buffer, dict(plain.model.named_buffers())[name], rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(buffer.cpu(), dict(plain.model.named_buffers())[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 # ---------------------------------------------------------------- scenarios: each raises if something is wrong
@@ -275,12 +281,12 @@ class Snapshots(StreamMarks):
 
 def updates_without_the_loops_autocast(group: InnerGroup) -> None:
     """As a replica does that repeats the update."""
-    replica, seen = Replica(0, group, config(2)), list[bool]()
-    replica.deepspeed.optimizer.optimizer.register_step_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    replica, seen, device = Replica(0, group, config(2)), list[bool](), group.mesh.device_type
+    replica.deepspeed.optimizer.optimizer.register_step_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled(device)))
     replica.work(1)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         replica.engine.apply(record(1, (0,)), [s.clone() for s in summed([replica])])
-        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled(device)
     assert seen == [False]
 
 
@@ -291,7 +297,7 @@ def every_bucket_is_marked_after_it_was_written(group: InnerGroup) -> None:
     marks.buckets = engine.buckets
     engine.begin(engine.ready)
     for number in range(ACCUMULATE):
-        engine.backward(engine.engine(rows(0, group.rank, number)).sum(), last=number == ACCUMULATE - 1)
+        engine.backward(engine.engine(rows(0, group.rank, number).to(engine.device)).sum(), last=number == ACCUMULATE - 1)
     engine.end()
     assert {bucket.dtype for bucket in engine.buckets} == {torch.float32, torch.float64, torch.int64}
     for index, final in enumerate(engine.buckets):
@@ -349,28 +355,28 @@ def raises(kind: type[BaseException], match: str, call: Callable[[], Any]) -> No
         call()
 
 
-SCENARIOS: list[Callable[[InnerGroup], None]] = [
+ON_A_DEVICE: list[Callable[[InnerGroup], None]] = [
     trains_as_one_process,
     loads_its_partition,
-    is_checkpointed,
     updates_without_the_loops_autocast,
     every_bucket_is_marked_after_it_was_written,
-    what_cannot_be_trained_is_refused,
-    a_lost_rank_is_told,
 ]
+SCENARIOS = [*ON_A_DEVICE, is_checkpointed, what_cannot_be_trained_is_refused, a_lost_rank_is_told]
 
 
-def run(rank: int, size: int, rendezvous: str, results: Any) -> None:
-    """All scenarios in turn; for each (rank, name, what went wrong or "")."""
+def run(rank: int, size: int, device: str, names: list[str], rendezvous: str, results: Any) -> None:
+    """These scenarios in turn; for each (rank, name, what went wrong or "")."""
     torch.set_num_threads(1)
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": device, "LOCAL_RANK": str(rank)}
     from helixrt.engines.deepspeed_private import keep_host_collectives_unbuilt
 
-    keep_host_collectives_unbuilt()
+    if device == "cpu":
+        keep_host_collectives_unbuilt()
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
     store = dist.FileStore(rendezvous, size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
-    group = InnerGroup(init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",)))
-    for scenario in SCENARIOS:
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    group = InnerGroup(init_device_mesh(device, (size,), mesh_dim_names=("dp_shard",)))
+    for scenario in (each for each in SCENARIOS if each.__name__ in names):
         wrong = ""
         try:
             scenario(group)
@@ -382,3 +388,25 @@ def run(rank: int, size: int, rendezvous: str, results: Any) -> None:
     results.close()
     results.join_thread()
     os._exit(0)
+
+
+def wrong_by_scenario(size: int, device: str, names: list[str], rendezvous: str) -> dict[str, list[str]]:
+    """By scenario, what each of `size` ranks found wrong; rank 0 ends in the last one of all."""
+    context = ranks_context()
+    results = context.Queue()
+    ranks = [context.Process(target=run, args=(rank, size, device, names, rendezvous, results)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    found: dict[str, list[str]] = {name: [] for name in names}
+    try:
+        expected = size * len(names) - (a_lost_rank_is_told.__name__ in names)
+        while sum(map(len, found.values())) < expected:
+            number, name, wrong = results.get(timeout=300)
+            found[name].append(wrong and f"rank {number}: {wrong}")
+            if wrong:
+                break
+    finally:
+        for rank in ranks:
+            rank.join(5)
+            rank.kill()
+    return found

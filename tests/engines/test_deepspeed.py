@@ -3,12 +3,9 @@ looks at one of them."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.engines import deepspeed_ranks
-from tests.ranks_context import ranks_context
 
 pytest.importorskip("deepspeed")
 NAMES = [scenario.__name__ for scenario in deepspeed_ranks.SCENARIOS]
@@ -17,26 +14,8 @@ SIZE = 2
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """By scenario, what each rank found wrong."""
-    context = ranks_context()
-    rendezvous: Path = tmp_path_factory.mktemp("deepspeed") / "rendezvous"
-    results = context.Queue()
-    ranks = [context.Process(target=deepspeed_ranks.run, args=(rank, SIZE, str(rendezvous), results)) for rank in range(SIZE)]
-    for rank in ranks:
-        rank.start()
-    found: dict[str, list[str]] = {name: [] for name in NAMES}
-    try:
-        expected = SIZE * len(NAMES) - 1  # rank 0 ends in the last one
-        while sum(map(len, found.values())) < expected:
-            number, name, wrong = results.get(timeout=300)
-            found[name].append(wrong and f"rank {number}: {wrong}")
-            if wrong:
-                break
-    finally:
-        for rank in ranks:
-            rank.join(5)
-            rank.kill()
-    return found
+    rendezvous = tmp_path_factory.mktemp("deepspeed") / "rendezvous"
+    return deepspeed_ranks.wrong_by_scenario(SIZE, "cpu", NAMES, str(rendezvous))
 
 
 @pytest.mark.timeout(400)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from helixrt.engines.buffers import Buffers
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.registered import Registered
 from helixrt.engines.stream_marks import StreamMarks
@@ -117,7 +118,8 @@ def test_everything_that_is_allocated_follows_the_modules_device(loops: Any, wei
         assert set(made.devices) == {"meta"}
     state = engine.state().tensors
     assert {name for name, tensor in state.items() if tensor.device.type != "meta"} == {
-        "extra/ema/n_averaged", *(f"optimizer/0/state/{name}/step" for name, _ in model.named_parameters())
+        "extra/ema/n_averaged",
+        *(f"optimizer/0/state/{name}/step" for name, _ in model.named_parameters()),
     }
 
 
@@ -214,9 +216,7 @@ def test_the_compute_type_is_that_of_forward_alone(loops: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     seen: set[torch.dtype] = set()
     model[0].register_forward_hook(lambda module, args, out: seen.add(out.dtype))
-    engine = ModuleEngine(
-        Registered.of(model, [torch.optim.AdamW(model.parameters())]), compute_dtype=torch.bfloat16
-    )
+    engine = ModuleEngine(Registered.of(model, [torch.optim.AdamW(model.parameters())]), compute_dtype=torch.bfloat16)
     engine.begin(lambda bucket: None)
     engine.backward(model(torch.randn(3, 4)).float().sum(), last=True)
     engine.end()
@@ -228,3 +228,16 @@ def test_the_compute_type_is_that_of_forward_alone(loops: Any) -> None:
     engine.begin(lambda bucket: None)
     engine.close()
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("mode", ["mean", "first"])
+def test_means_of_buffers_are_taken_on_the_device_wherever_their_sums_are(mode: Any) -> None:
+    """A replica that repeats an update has the sums in host memory, and devices divide by 3 in another way than processors."""
+    model = nn.BatchNorm1d(4, device="meta")
+    buffers = Buffers(Registered.of(model), mode, 0, 3)
+    floats = torch.zeros(buffers.float_room, dtype=torch.float64)
+    integers = torch.zeros(buffers.integer_room, dtype=torch.int64)
+    with Allocations() as made:
+        buffers.commit([1.0] * buffers.running, floats, integers, [0, 1, 2])
+    divisions = {device for device, operations in made.devices.items() for name, _ in operations if "div" in name}
+    assert divisions == ({"meta"} if mode == "mean" else set())

@@ -1,7 +1,8 @@
 """Runs the train function of another script; a rank of replica 1 ends by SIGKILL after step 3, and the replica joins again.
 
-`python killed.py STEPS FOLDER SCRIPT [CASE [REPLICAS [DP_SHARD [MEMBERSHIP]]]] [--pp PP] [--cp CP] [--tp TP]`: SCRIPT reads
-STEPS from its first argument, and CASE if it has any. A replica has DP_SHARD x TP or PP x CP x TP ranks; the last one ends.
+`python killed.py STEPS FOLDER SCRIPT [CASE [REPLICAS [DP_SHARD [MEMBERSHIP]]]] [--pp PP] [--cp CP] [--tp TP]
+[--device DEVICE] [--dtype DTYPE]`: SCRIPT reads STEPS from its first argument, and CASE if it has any. A replica has
+DP_SHARD x TP or PP x CP x TP ranks; the last one ends.
 Replica 0 waits in step 6 until the new incarnation has begun, and goes on slowly until that takes part again, so that the
 rejoined replica contributes to many steps on any machine. The ids that each stream's sampler deals in the first epoch are left
 in FOLDER/ids.STREAM.json.
@@ -27,11 +28,11 @@ REPLICAS = int(sys.argv[5]) if len(sys.argv) > 5 else 2
 DP_SHARD = int(sys.argv[6]) if len(sys.argv) > 6 else 1
 
 
-def _axis(name: str) -> int:
-    return int(sys.argv[sys.argv.index(name) + 1]) if name in sys.argv else 1
+def _given(name: str, usual: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else usual
 
 
-PP, CP, TP = _axis("--pp"), _axis("--cp"), _axis("--tp")
+PP, CP, TP = (int(_given(axis, "1")) for axis in ("--pp", "--cp", "--tp"))
 KILLED, AGAIN = FOLDER / "killed", FOLDER / "again"
 
 spec = importlib.util.spec_from_file_location("script", SCRIPT)
@@ -50,7 +51,7 @@ def train(session: helixrt.Session) -> None:
         step = session.step.done.step
         last = session.shard == DP_SHARD - 1 and session.settings.tp_rank == TP - 1
         if PP * CP > 1:
-            ranks = session._host.connect_stages().mesh
+            ranks = session._host.connect_stages(session.device).mesh
             last = last and ranks.rank("pp", "cp") == PP * CP - 1
         if session.replica == 1 and last and step == 3 and not KILLED.exists():
             KILLED.touch()
@@ -80,4 +81,13 @@ if __name__ == "__main__":
     membership = sys.argv[7] if len(sys.argv) > 7 else "auto"
     options = helixrt.RunOptions(step_timeout_s=240.0, membership=membership)  # a busy machine may take minutes to start ranks
     mesh = helixrt.Mesh(pp=PP, dp_shard=DP_SHARD, cp=CP, tp=TP)
-    helixrt.run(train, replicas=REPLICAS, mesh=mesh, storage=FOLDER, seed=1, options=options)
+    helixrt.run(
+        train,
+        replicas=REPLICAS,
+        mesh=mesh,
+        storage=FOLDER,
+        seed=1,
+        device=_given("--device", "auto"),
+        dtype=_given("--dtype", "float32"),
+        options=options,
+    )

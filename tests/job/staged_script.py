@@ -1,5 +1,5 @@
-"""`python staged_script.py FOLDER STAGES [SHARDS]`: two replicas of a small model in so many pipeline stages, each of which is
-shared by so many dp_shard ranks (1).
+"""`python staged_script.py FOLDER STAGES [SHARDS [DEVICE]]`: two replicas of a small model in so many pipeline stages, each of
+which is shared by so many dp_shard ranks (1), on the CPU or another device.
 
 The last stage of replica 1 is killed once; replica 0 waits for its new process before it goes on, so that many steps are left
 for it."""
@@ -19,6 +19,7 @@ import helixrt
 
 FOLDER, STAGES = Path(sys.argv[1]), int(sys.argv[2])
 SHARDS = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+DEVICE = sys.argv[4] if len(sys.argv) > 4 else "cpu"
 STEPS, BATCH, WIDTH = 60, 8, 6
 KILLED, BACK = FOLDER / "killed", FOLDER / "back"
 
@@ -64,5 +65,7 @@ if __name__ == "__main__":
     mesh = helixrt.Mesh(pp=STAGES, dp_shard=SHARDS)
     options = helixrt.RunOptions(checkpoint_every=5)
     launcher = "environment" if "HELIXRT_STORE" in os.environ else "local"
-    result = helixrt.run(train, replicas=2, mesh=mesh, storage=FOLDER, seed=4, device="cpu", launcher=launcher, options=options)
+    result = helixrt.run(
+        train, replicas=2, mesh=mesh, storage=FOLDER, seed=4, device=DEVICE, launcher=launcher, options=options
+    )
     print(f"ended at step {result.step}")

@@ -54,7 +54,7 @@ class StageHost(LocalHost):
         record = FlightRecord(f"pp{stage}")
         self.place = StagePlace(stage, stages, group if stages > 1 else None, record, mesh or ReplicaMesh({}))
 
-    def connect_stages(self) -> StagePlace:
+    def connect_stages(self, device: torch.device) -> StagePlace:
         return self.place
 
 

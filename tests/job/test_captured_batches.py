@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 
 import helixrt
 from helixrt.compile.microbatches import Batch
+from helixrt.compile.whole_model import WholeModel
 from helixrt.engines.captured import CapturedModel
 from helixrt.engines.captured_engine import CapturedEngine
 from helixrt.engines.registered import Registered
@@ -64,6 +65,19 @@ def texts(lengths: Sequence[int]) -> Batches:
 
 
 def test_batches_of_several_lengths_train_as_a_plain_loop_does(run_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "lengths", (perceptron, lambda: mse_loss, lambda: sequences((3, 2, 3))))
+    check_equal("lengths", *over_stages(run_stages, 2, "lengths"))
+
+
+def test_what_a_model_notes_when_it_is_captured_again_is_no_change(run_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of transformers note in a call that they have hooks now."""
+    again = WholeModel.again
+
+    def noting(whole: WholeModel, *given: Any) -> Any:
+        whole.model.noted = given  # type: ignore[assignment]
+        return again(whole, *given)
+
+    monkeypatch.setattr(WholeModel, "again", noting)
     monkeypatch.setitem(CASES, "lengths", (perceptron, lambda: mse_loss, lambda: sequences((3, 2, 3))))
     check_equal("lengths", *over_stages(run_stages, 2, "lengths"))
 

@@ -33,6 +33,7 @@ from helixrt.job.environment import SessionChoices
 from helixrt.job.external_launcher import ExternalLauncher, Patience
 from helixrt.job.launch import RunOptions
 from helixrt.job.mesh import Mesh
+from helixrt.job.placement import device_of
 from helixrt.job.places import coordinates
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE
@@ -506,7 +507,7 @@ def test_a_rank_has_the_cuda_device_of_its_number_on_the_machine(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
 
     def device(ranks: int, local_rank: int) -> torch.device:
-        given = SessionSettings(replica=1, mesh=Mesh(dp_shard=ranks), shard=1, local_rank=local_rank)
+        given = SessionSettings(replica=1, mesh=Mesh(dp_shard=ranks), shard=min(1, ranks - 1), local_rank=local_rank)
         return Session(given, LocalHost()).device
 
     assert device(2, 0) == torch.device("cuda", 0) and device(2, -1) == torch.device("cuda", 3)
@@ -515,5 +516,12 @@ def test_a_rank_has_the_cuda_device_of_its_number_on_the_machine(monkeypatch: py
     assert device(1, -1) == torch.device("cuda", 1) == taken[-1], "replicas of one rank take the devices in turn"
     both = SessionSettings(mesh=Mesh(dp_shard=2, tp=2), shard=1, tp_rank=0)
     assert Session(both, LocalHost()).device == torch.device("cuda", 2), "each tp rank has a device of its own"
-    with pytest.raises(ConfigError, match="a replica of 8 ranks needs a CUDA device for each, and this host has 4"):
+    with pytest.raises(ConfigError, match="a stage of 8 ranks needs a CUDA device for each, and this host has 4"):
         device(8, 5)
+
+    def of_mesh(replica: int, stage: int, cp_rank: int) -> int | None:
+        given = SessionSettings(replica=replica, mesh=Mesh(pp=4, cp=2), stage=stage, cp_rank=cp_rank)
+        return device_of(given).index
+
+    found = [of_mesh(1, stage, cp_rank) for stage in range(4) for cp_rank in range(2)]
+    assert found == [0, 1, 2, 3] * 2, "stages share devices, and the ranks of one stage do not"

@@ -23,6 +23,7 @@ from helixrt.engines.staged import StagePlace, Stages
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
 from helixrt.job.session import Session
+from helixrt.job.session_host import SessionSettings
 from helixrt.protocol.step.lineage import audit
 from helixrt.record import FlightRecord
 from helixrt.schedule.ir import Op, Operation, Schedule, linear
@@ -39,8 +40,8 @@ class StageHost(LocalHost):
         super().__init__(**others)
         self.place = StagePlace(stage, stages, group if stages > 1 else None, FlightRecord(f"pp{stage}"))
 
-    def connect_stages(self) -> StagePlace:
-        return self.place
+    def connect_stages(self, device: torch.device) -> StagePlace:
+        return replace(self.place, device=device)
 
 
 def parts(count: int) -> list[nn.Module]:
@@ -336,10 +337,10 @@ def dropping(seen: list[torch.Tensor]) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), drop)
 
 
-def masks(schedule: str) -> list[list[torch.Tensor]]:
+def masks(schedule: str, device: str) -> list[list[torch.Tensor]]:
     """What the two parts of a model kept in a step, by part and micro-batch."""
     seen: list[list[torch.Tensor]] = [[], []]
-    session = session_with(StageHost(), seed=5)
+    session = Session(SessionSettings(device=device, seed=5), StageHost())
     model = session.parallelize(staged([dropping(part) for part in seen], schedule=schedule, graphs="never"))
     session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.0)])
     for step in session.steps(data(), until=1):
@@ -349,8 +350,9 @@ def masks(schedule: str) -> list[list[torch.Tensor]]:
     return seen
 
 
-def test_parts_and_micro_batches_draw_numbers_of_their_own_whatever_the_order() -> None:
-    found, other = masks("interleaved"), masks("zbv")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_parts_and_micro_batches_draw_numbers_of_their_own_whatever_the_order(device: str) -> None:
+    found, other = masks("interleaved", device), masks("zbv", device)
     flat = [mask for part in found for mask in part]
     assert len(flat) == 2 * MICROBATCHES
     assert not any(torch.equal(a, b) for a, b in combinations(flat, 2))
@@ -486,20 +488,26 @@ def test_between_stages_all_batches_have_one_shape(run_stages: Any) -> None:
 # ---------------------------------------------------------------- a whole run
 
 
-def launch(folder: Path, stages: int, shards: int) -> Path:
+def launch(folder: Path, stages: int, shards: int, device: str = "cpu") -> Path:
     """The run's folder."""
     root, script = Path(__file__).parents[2], Path(__file__).parent / "staged_script.py"
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder), str(stages), str(shards)]
+    command = [sys.executable, str(script), str(folder), str(stages), str(shards), device]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     return (folder / "latest").resolve()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_replica_of_two_stages_leaves_whole_and_returns(shards: int, tmp_path: Path) -> None:
-    run = launch(tmp_path, 2, shards)
+@pytest.mark.parametrize(
+    ("shards", "device"),
+    [
+        pytest.param(1, "cpu", marks=pytest.mark.slow),
+        pytest.param(2, "cpu", marks=pytest.mark.slow),
+        pytest.param(1, "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_replica_of_two_stages_leaves_whole_and_returns(shards: int, device: str, tmp_path: Path) -> None:
+    run = launch(tmp_path, 2, shards, device)
     records = chain(run)
     assert records[-1].step == 60 and audit(records).clean and len(set(reported(run))) == 1
     assert any((1, 1) in record.contributors for record in records)  # the restarted replica contributes again

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor import config as inductor
 
 from helixrt.passes import deepcompile
 from helixrt.passes.deepcompile import NAME, contract, hide_collectives
@@ -84,7 +85,9 @@ def test_the_signature_and_the_contract_are_those_that_deepcompile_asks_for() ->
     for name, given in (("zero3_compile", GATHERS), ("prefetch", CONTRACT)):
         register_pass_contract(name, given)
     try:
-        deepcompile.register(Engine())
+        with inductor.patch(reorder_for_peak_memory=True):
+            deepcompile.register(Engine())
+            assert not inductor.reorder_for_peak_memory, "it would undo the order"
         assert backend.opt_passes[NAME] is hide_collectives
         validate_schedule([(0, ["zero3_compile", NAME])])
         validate_schedule([(0, ["zero1_compile", NAME])])
@@ -125,19 +128,24 @@ def test_gathers_are_launched_ahead_within_the_bound_on_memory() -> None:
 def test_reductions_keep_their_order_and_what_has_untold_effects_its_place() -> None:
     dc, found = torch.ops.dc, fx.Graph()
     x = found.placeholder("x")
-    parameter = found.placeholder("primals_0")
-    for node in (x, parameter):
+    parameters = [found.placeholder(f"primals_{number}") for number in range(2)]
+    for node in (x, *parameters):
         node.meta["val"] = torch.empty(ROWS, ROWS, device="meta")
     sine = found.call_function(ATEN.sin.default, (x,))
-    reduced = found.call_function(dc.reduce_grad.default, (sine, 7, 1))
-    found.call_function(dc.reload_parameter.default, (parameter, 7, 0))  # must come before the gather, and nothing says so
-    product = gathered_product(found, x, parameter, 0, 1)
-    second = found.call_function(dc.reduce_grad.default, (product, 7, 0))
-    found.call_function(dc.end_backward.default, ([reduced, second], 7, True))
+    reduced = [found.call_function(dc.reduce_grad.default, (sine, 7, 2))]
+    found.call_function(dc.reload_parameter.default, (parameters[0], 7, 0))  # must come before the gather, and nothing says so
+    product = x
+    for number, parameter in enumerate(parameters):
+        product = gathered_product(found, product, parameter, number, 2)
+        reduced.append(found.call_function(dc.reduce_grad.default, (product, 7, number)))
+    found.call_function(dc.end_backward.default, (reduced, 7, True))
     found.output((product,))
-    for node in (sine, reduced, second):
+    for node in (sine, *reduced):
         node.meta["val"] = torch.empty(ROWS, ROWS, device="meta")
-    named = order(run(fx.GraphModule(nn.Module(), found), bwd=True))
+    module = run(fx.GraphModule(nn.Module(), found), bwd=True)
+    named = order(module)
     assert named.index("reload_parameter") < named.index("allgather_param")
-    assert [n for n in named if n in ("reduce_grad", "allgather_param")] == ["reduce_grad", "allgather_param", "reduce_grad"]
+    gathers = [place for place, name in enumerate(named) if name == "allgather_param"]
+    assert gathers[1] < named.index("mm"), "the second gather passes the reduction of the first product"
+    assert [node.args[2] for node in module.graph.nodes if node.name.startswith("reduce_grad")] == [2, 0, 1]
     assert named[-1] == "end_backward"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 )
 from torch.nn.attention.flex_attention import flex_attention
 
+import helixrt
 from helixrt.passes import communication, nodes
 from helixrt.passes.capture import capture
 from helixrt.passes.classify import classify, strand
@@ -200,6 +202,29 @@ def test_a_kernel_that_writes_in_place_is_refused() -> None:
         verify(launching(doubled, {"n": 64, "BLOCK": 64}, triton_kernel_wrapper_mutation))
 
 
+class Launching(nn.Linear):
+    """A layer whose output is multiplied by what a kernel of the user's makes of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        doubled[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), BLOCK=1024)
+        return (super().forward(x) * out).sum()
+
+
+@pytest.mark.gpu
+def test_a_users_kernel_runs_in_the_graph_and_is_measured(tmp_path: Path) -> None:
+    model, x = Launching(1024, 1024).cuda(), torch.randn(4096, 1024, device="cuda")
+    step = helixrt.compile(copy.deepcopy(model), microbatches=2)
+    found = step.train_step(x)
+    for half in x.chunk(2):
+        (model(half) / 2).backward()
+    torch.testing.assert_close(step.weight.grad, model.weight.grad)
+    assert torch.isfinite(found)
+    measured = profile(split(capture(Launching(1024, 1024).cuda(), (x,))).forward, cache=tmp_path)
+    (time,) = (time for name, time in measured.times.items() if name.startswith("triton_kernel"))
+    assert time.measured and time.time_us > 0
+
+
 # ------------------------------------------------------------------------------------------------ flex_attention
 
 
@@ -231,3 +256,32 @@ def test_a_model_with_flex_attention_is_trained_by_a_plain_loop_and_told() -> No
     with pytest.warns(UserWarning, match="trained by a plain loop, without strands: .*flex_attention"):
         loss = TrainStep(model, Options(microbatches=2, strict=False))(torch.randn(2, 2, 128, 8))
     assert torch.isfinite(loss) and model.out.weight.grad is not None
+
+
+@pytest.mark.gpu
+def test_compiled_flex_attention_on_a_gpu_is_refused_or_trained_by_a_plain_loop() -> None:
+    """Compiled as its users compile it, the loop has its kernels; a graph would hold all scores."""
+    compiled = torch.compile(flex_attention)
+
+    class Attending(nn.Module):
+        def __init__(self, attention: Any) -> None:
+            super().__init__()
+            self.attention, self.qkv = attention, nn.Linear(128, 384, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch, length, wide = x.shape
+            heads = self.qkv(x).view(batch, length, 3, 2, 64).permute(2, 0, 3, 1, 4)
+            return self.attention(*heads.unbind(0)).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Attending(compiled).cuda(), torch.randn(4, 256, 128, device="cuda")
+    other = Attending(nn.functional.scaled_dot_product_attention).cuda()
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(CaptureError, match="flex_attention in a captured graph runs uncompiled"):
+        helixrt.compile(model, microbatches=2).train_step(x)
+    with pytest.warns(UserWarning, match="trained by a plain loop, without strands: .*flex_attention"):
+        helixrt.compile(model, microbatches=2, strict=False).train_step(x)
+    helixrt.compile(other, microbatches=2).train_step(x)
+    found, wanted = model.qkv.weight.grad, other.qkv.weight.grad
+    assert found is not None and wanted is not None
+    assert float((found - wanted).abs().max() / wanted.abs().max()) <= 1e-2, "TF32 at most"

@@ -365,6 +365,24 @@ def test_offsets_rise() -> None:
     assert arguments[3].tolist() == arguments[4].tolist() == [0, 30, 60, 90]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_that_attention_reads_on_the_processor_are_made_there(fused: bool) -> None:
+    """Fake tensors say that they are on the GPU, and a GPU's address would end the process. (Meta stands for the GPU.)"""
+    heads, state = torch.empty(1, 2, 8, 4), torch.empty((), dtype=torch.int64, device="meta")
+    given = (heads, heads, heads, heads, None, heads, torch.empty(1, 2, 8), state, state, 0.1, [True, True, True, False])
+    target: Any = ATEN._scaled_dot_product_efficient_attention_backward.default
+    if fused:
+        graph = fx.Graph()
+        inner = [graph.placeholder(f"x{at}") if isinstance(value, torch.Tensor) else value for at, value in enumerate(given)]
+        graph.output((graph.call_function(target, tuple(inner)),))
+        module = fx.GraphModule(nn.Module(), graph)
+        target = Fused(module, "digest", ("attention",), module)
+        given = tuple(value for value in given if isinstance(value, torch.Tensor))
+    (made, _), *_ = samples(called(target, *given))
+    states = [value for value in made if isinstance(value, torch.Tensor) and value.dtype is torch.int64]
+    assert [value.device.type for value in states] == ["cpu", "cpu"]
+
+
 def test_compiled_operators_are_given_indices_in_range() -> None:
     inner = fx.Graph()
     table, index = inner.placeholder("table"), inner.placeholder("index")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx, nn
 
 from helixrt import cli
 from helixrt.errors import ConfigError
@@ -27,9 +28,12 @@ from helixrt.passes.group_private import group_named
 from helixrt.passes.groups import Group, locate
 from helixrt.passes.measure import NO_ROOF, Operation, Roof, Stopwatch, Together
 from helixrt.passes.operators import COMMUNICATION, Kind, Operator
-from helixrt.passes.parts import Part
-from helixrt.passes.profile import Profile, profile
+from helixrt.passes.overlap_table import _OnStream
+from helixrt.passes.parts import Part, Port, Role
+from helixrt.passes.profile import Profile, device_of, profile
 from helixrt.passes.profile_cache import Known, Setting
+from helixrt.passes.ranks import Ranks
+from helixrt.passes.replay import random_state
 from helixrt.passes.samples import samples
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.timing import simulate
@@ -300,6 +304,46 @@ def test_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert profile_cache.default_folder() == tmp_path / "mine" / "profiles"
 
 
+def test_a_part_computes_where_its_operators_do_that_are_off_the_processor() -> None:
+    """A generator's state lies on the processor, wherever the numbers are drawn. (Meta stands for a GPU.)"""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    state, drawn = (
+        graph.call_function(random_state, (torch.device("cpu"),)),
+        graph.call_function(torch.ops.aten.sin.default, (x,)),
+    )
+    graph.output((state, drawn))
+    state.meta["val"], drawn.meta["val"] = torch.empty(16, dtype=torch.uint8), torch.empty(4, device="meta")
+    ports = (Port(Role.INPUT, "0"),), (Port(Role.OUTPUT, "state"), Port(Role.OUTPUT, "drawn"))
+    part = Part(fx.GraphModule(nn.Module(), graph), *ports)
+    assert device_of([part]) == torch.device("meta")
+    drawn.meta["val"] = torch.empty(4)
+    assert device_of([part]) == torch.device("cpu") == device_of([])
+
+
+def test_the_rate_of_memory_is_that_of_vectors_that_are_all_read() -> None:
+    class Watch(Stopwatch):
+        def compute(self, operation: Any, roof: Roof = NO_ROOF) -> Time:
+            ran.append(operation)
+            return Time(1.0)
+
+    ran: list[Operation] = []
+    rates = estimate.device_rates(Watch(torch.device("cpu"), Ranks()), [])
+    (one, other), _ = max((operation.arguments[0] for operation in ran), key=lambda given: given[0][0].numel())
+    assert one.data_ptr() != other.data_ptr() and rates.bytes_per_us == 3.0 * one.nbytes
+
+
+def test_a_gpu_may_be_faster_than_the_rate_of_a_dtype() -> None:
+    """Convolutions of float32 use TF32 unless told otherwise. (Meta stands for a GPU.)"""
+    rates = Rates(1000.0, 1.0, {"float32": 1000.0})
+    for device, least_us in (("cpu", 2 * 64**3 / 1000 / 2), ("meta", 0.0)):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+        x.meta["val"] = product.meta["val"] = torch.empty(64, 64, device=device)
+        assert estimate.roof(product, rates).least_us == pytest.approx(least_us)
+
+
 # ------------------------------------------------------------------------------------------------ the command
 
 
@@ -310,6 +354,7 @@ def test_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         (["--heads", "3"], "--heads=3: must divide the hidden size, 512"),
         (["--dtype", "int8"], "--dtype=int8: must be one of float32, bfloat16, float16, float64"),
         (["--processes", "1"], "--processes=1: must be a whole number, at least 2 and below 1000000"),
+        (["--device", "cuda", "--processes", "0"], "--processes=0: must be a whole number, at least 1 and below 1000000"),
         (["--format", "svg"], "--format=svg: must be one of text, json"),
     ],
 )
@@ -330,3 +375,42 @@ def test_the_table_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     for pair in found["pairs"]:
         alone = (pair["first_us"], pair["second_us"])
         assert pair["effectiveness"] == pytest.approx((sum(alone) - pair["together_us"]) / min(alone))
+
+
+@pytest.mark.gpu
+def test_copies_and_backwards_of_attention_run_beside_other_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """One process measures without collectives. A matrix product leaves the copy engines to copies."""
+    sizes = ["--device", "cuda", "--processes", "1", "--tokens", "4096", "--hidden", "2048", "--heads", "16"]
+    assert cli.main(["profile", "overlap", *sizes, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [row["name"] for row in found["operators"]]
+    assert names == ["GEMM", "FA", "FA_BWD", "to host", "from host"] and found["ranks_per_host"] == [1]
+    assert all(row["alone_us"] > 0 for row in found["operators"])
+    pairs = {(pair["first"], pair["second"]) for pair in found["pairs"]}
+    assert {("GEMM", "to host"), ("GEMM", "from host"), ("FA_BWD", "to host")} <= pairs
+
+
+@pytest.mark.gpu
+def test_a_backward_beside_other_work_is_on_the_second_stream() -> None:
+    beside, x = _OnStream(torch.device("cuda")), torch.randn(64, 64, device="cuda", requires_grad=True)
+    seen: list[torch.cuda.Stream] = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.cuda.current_stream())
+            return gradient
+
+    def backward() -> Any:
+        output = Seen.apply(x)
+        return lambda: torch.autograd.grad(output, x, output, retain_graph=True)
+
+    run, start = beside.made(backward)
+    start().wait()
+    run()
+    torch.cuda.synchronize()
+    assert seen == [beside.stream, torch.cuda.current_stream()]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from helixrt.passes import nodes
 from helixrt.passes.capture import capture
 from helixrt.passes.parts import Part, Port, Role
+from helixrt.passes.replay import replayed, set_state, state_of
 from helixrt.passes.seeding import SEED, mixed, order_of, seed_of, seeded, seeded_operator
 from helixrt.passes.split import split
 
@@ -73,3 +74,24 @@ def test_what_is_computed_again_draws_the_same(joint: Part, values_of: Any, in_t
 def test_a_graph_that_draws_nothing_stays() -> None:
     joint = capture(nn.Linear(3, 3), (torch.randn(2, 3),), loss=F.mse_loss, target=torch.randn(2, 3))
     assert seeded(joint) is joint
+
+
+@pytest.mark.gpu
+def test_operators_of_a_gpu_draw_from_seed_and_number_alone() -> None:
+    device, seed, before = torch.device("cuda", torch.cuda.current_device()), seed_of(3, 1), state_of(torch.device("cuda"))
+    heads = torch.randn(3, 2, 4, 64, 64, device=device, dtype=torch.bfloat16)
+    cases: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+        (torch.ops.aten.native_dropout.default, (torch.ones(4096, device=device), 0.5, True)),
+        (torch.ops.aten._scaled_dot_product_flash_attention.default, (*heads, 0.5)),
+        (torch.ops.aten._scaled_dot_product_efficient_attention.default, (*heads, None, True, 0.5)),
+    )
+    for operator, given in cases:
+        found = [seeded_operator(operator)(seed, order, device, *given)[0] for order in (0, 1, 0)]
+        assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+        torch.manual_seed(mixed(int(seed), 1))
+        assert torch.equal(found[1], operator(*given)[0])
+        again = replayed(operator)(state_of(device), device, *given)[0]
+        assert torch.equal(again, operator(*given)[0]), "the same state, the same numbers"
+    set_state(device, before)
+    seeded_operator(cases[0][0])(seed, 0, device, *cases[0][1])
+    assert torch.equal(state_of(device), before)

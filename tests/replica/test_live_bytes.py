@@ -1,7 +1,7 @@
 """Where a rank's gradient sets and copies are, and how much: two gradient-sized sets on the device, all else in host memory.
 
-The `meta` device stands in for an accelerator: its tensors are told from those in host memory, and a copy of them to the host
-is stubbed, since they have no values.
+The `meta` device stands in for an accelerator: its tensors are told from those in host memory. They have no values, so where
+values count, host memory is taken for an accelerator's.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ def live_on(device: str) -> int:
 
 
 @pytest.fixture
-def sets(monkeypatch: pytest.MonkeyPatch) -> ReducedSets:
-    def stub(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-    monkeypatch.setattr(reduced_sets, "host_copy", stub)
+def sets() -> ReducedSets:
     return ReducedSets(Offers())  # type: ignore[arg-type]
 
 
@@ -81,7 +77,7 @@ def test_two_sets_on_the_device_however_many_steps(device: str, sets: ReducedSet
         sets.serve(record, taken)
     found = count(sets, buckets)
     if device == "meta":
-        assert found[LOCAL] == {"meta": SET} and found[SUMS] == {"meta": SET}
+        assert found[LOCAL] == {"meta": SET} and found[SUMS] == {"meta": SET, "cpu": 2 * SET}, "a spare and the next copy"
         assert live_on("meta") - before == 2 * SET, "what the count says is all that there is"
     assert found[SERVED] == {"cpu": 2 * SET} and found[KEPT] == {}
 
@@ -99,13 +95,13 @@ def test_a_replica_that_does_not_contribute_keeps_its_sets_in_host_memory(sets: 
         sets.exchanged(record.generation, other)
         sets.keep(record)
     found = count(sets, buckets)
-    assert found[SUMS] == {"meta": SET} and found[KEPT] == {"cpu": 4 * SET}
+    assert found[SUMS] == {"meta": SET} and found[KEPT] == {"cpu": 5 * SET}, "four, and the copy of the one on the device"
     assert sets.take(first.hash) is sums
     sets.serve(first, sums)
     for record in behind:
         sets.serve(record, sets.take(record.hash))
     found = count(sets, buckets)
-    assert found[SUMS] == {"meta": SET} and found[SERVED] == {"cpu": 2 * SET}
+    assert found[SUMS]["meta"] == SET and found[SERVED] == {"cpu": 2 * SET}
 
 
 def test_an_exchange_that_was_not_committed_gives_its_set_back(sets: ReducedSets) -> None:
@@ -115,6 +111,59 @@ def test_an_exchange_that_was_not_committed_gives_its_set_back(sets: ReducedSets
     assert {tensor.device.type for tensor in sets.borrow(buckets, contribute=False)} == {"cpu"}
     assert sets.borrow(buckets) is sums
     assert sets.newest is None
+
+
+def test_what_is_served_is_the_copy_that_was_queued_with_each_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The set on the device is written again by the next exchange, and no copy is made where the update waits for it."""
+    monkeypatch.setattr(reduced_sets, "_elsewhere", lambda tensor: True)
+    offers = Offers()
+    sets, buckets = ReducedSets(offers), local("cpu")  # type: ignore[arg-type]
+    addresses = set()
+    for number, record in enumerate(records(6), 1):
+        sums = sets.borrow(buckets)
+        if number == 3:  # an exchange that was broken is made again
+            sums[1].fill_(-1)
+            sets.summed(1, sums)
+            assert sets.borrow(buckets) is sums
+        for index in (1, 0):
+            sums[index].fill_(10 * number + index)
+            sets.summed(index, sums)
+        sets.exchanged(record.generation, sums)
+        sets.keep(record)
+        following = sets.borrow(buckets)
+        assert following is sums
+        following[1].fill_(-2)
+        sets.summed(1, following)
+        sets.serve(record, sets.take(record.hash))
+        (served,) = [tensors for name, tensors in offers.offered.items() if name.endswith(record.hash)]
+        assert [float(tensor.mean()) for tensor in served.values()] == [10.0 * number, 10.0 * number + 1]
+        addresses |= {tensor.data_ptr() for tensor in served.values()}
+    assert len(addresses) <= 2 * 4, "sets are used again"
+    assert not addresses & {tensor.data_ptr() for tensor in sums}
+
+
+@pytest.mark.gpu
+def test_the_copy_of_a_set_on_a_gpu_is_pinned_also_after_this_replica_was_behind() -> None:
+    """While it is behind, each set is used once, and pinning it would take longer than the sum. The sets are free later."""
+    offers, buckets = Offers(), local("cuda")
+    sets = ReducedSets(offers)  # type: ignore[arg-type]
+    *behind, one, other = records(6)
+    for record in behind:
+        sums = sets.borrow(buckets, contribute=False)
+        assert not any(tensor.is_pinned() for tensor in sums)
+        sets.exchanged(record.generation, sums)
+        sets.keep(record)
+    for record in behind:
+        sets.serve(record, sets.take(record.hash))
+    for record in (one, other):
+        sums = sets.borrow(buckets)
+        for index in (1, 0):
+            sets.summed(index, sums)
+        sets.exchanged(record.generation, sums)
+        sets.keep(record)
+        sets.serve(record, sets.take(record.hash))
+    assert len(offers.offered) == 2
+    assert all(tensor.is_pinned() for tensors in offers.offered.values() for tensor in tensors.values())
 
 
 def test_memory_that_is_shared_counts_once() -> None:

@@ -30,7 +30,7 @@ from tests.train.test_data import batch_of
 
 
 class JobHost(LocalHost):
-    def connect_stages(self) -> StagePlace:
+    def connect_stages(self, device: torch.device) -> StagePlace:
         return StagePlace(0, 1, None, FlightRecord("r0.pp0"))
 
 
