@@ -7,6 +7,7 @@ server runs one thread and holds nothing of a test; it ends with the session.
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 
 _IMPORTED = [
@@ -23,3 +24,28 @@ def ranks_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
+
+
+def wrong_by_scenario(
+    run: Callable[..., None], given: Sequence[tuple[object, ...]], names: Sequence[str], ends_one: str = ""
+) -> dict[str, list[str]]:
+    """By scenario, what each rank found wrong. Rank r is `run(r, *given[r], results)`; it puts (rank, scenario, what is wrong)
+    for each scenario, but in `ends_one` one rank puts nothing."""
+    context = ranks_context()
+    results = context.Queue()
+    ranks = [context.Process(target=run, args=(rank, *arguments, results)) for rank, arguments in enumerate(given)]
+    for process in ranks:
+        process.start()
+    found: dict[str, list[str]] = {name: [] for name in names}
+    try:
+        expected = len(ranks) * len(names) - (ends_one in names)
+        while sum(map(len, found.values())) < expected:
+            number, name, wrong = results.get(timeout=300)
+            found[name].append(wrong and f"rank {number}: {wrong}")
+            if wrong:
+                break
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()
+    return found

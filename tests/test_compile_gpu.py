@@ -229,8 +229,8 @@ def peak(run: Callable[[], Any], model: nn.Module) -> int:
 
 
 def test_a_strand_needs_the_memory_of_checkpointed_eager() -> None:
-    """Within 5%. Two strands need what they are said to need, the gradients, and what kernels take for themselves: 32 MiB of
-    a matrix product's workspace, and parts of attention's backward."""
+    """Within 5%. The peak of two strands is the reported one, the gradients, and workspaces of kernels: 32 MiB for a matrix
+    product, and parts of attention's backward."""
     eager, batch = Decoder(512, 8, dropout=0.1, again=True).to(DEVICE), data(8, 4096)
     everything = copy.deepcopy(eager)
     for layer in everything.layers:

@@ -201,7 +201,7 @@ def train_one(session: Session, settings: Mapping[str, Any]) -> None:
 
 
 def other_side(rank: int, settings: Settings, address: str, name: str) -> None:
-    """A process of the same loop without a session: by itself, and then with DistributedDataParallel over Gloo."""
+    """The same loop in a process without a session: first alone, then with DistributedDataParallel over Gloo."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     host, port = split_address(address)

@@ -117,8 +117,8 @@ class PipelineEngine(BatchEngine):
             self._sharded = ShardedStage(self.registered, parts.mesh.inner("dp_shard"), layouts)
         self._unchanged = Unchanged(self.registered)
         self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
-        loss_of = lambda chunk: parts.loss if chunk + 1 == schedule.chunks else None  # noqa: E731
-        self._chunks = {chunk: StageChunk(m, loss_of(chunk), first=chunk == 0) for chunk, m in self.modules.items()}
+        last, modules = schedule.chunks - 1, self.modules.items()
+        self._chunks = {n: StageChunk(module, parts.loss if n == last else None, first=n == 0) for n, module in modules}
         self.schedule, self.adaptation = schedule, parts.adaptation  # the one in use; how readily the job changes it
         self._autograd = AutogradStage(self._chunks)
         self._graphs_when = "always" if parts.adaptation is not None and parts.graphs == "auto" else parts.graphs

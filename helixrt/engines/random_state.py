@@ -57,8 +57,8 @@ def _set(number: int) -> None:
 
 
 def random_states() -> tuple[object, ...]:
-    """What the next numbers depend on, to be compared: equal as long as nobody has drawn any. The accelerator's state is the
-    last, and is there from its first use on."""
+    """The states of all generators, to be compared: equal if no number was drawn in between. The accelerator's state is the
+    last one; before the first use of the accelerator there is none."""
     own, numpy = _accelerator_state(), sys.modules.get("numpy")
     found: list[object] = [torch.default_generator.get_state().numpy().tobytes(), random.getstate()]
     if numpy is not None:

@@ -1,6 +1,6 @@
 """Staging: no byte is read before it has come, every byte of the result reaches the card once, in any order of copies.
 
-On the host a card is played by lanes whose copies happen only when told, in an order that a seed decides; memory
+On the host a card is simulated by lanes whose copies happen only when told, in an order that a seed decides; memory
 is filled with NaN before, so that what was read too early shows.
 """
 
@@ -120,7 +120,7 @@ class WorldLane(Lane):
         return torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 77)
 
 
-class PlayedCard(Staging):
+class SimulatedCard(Staging):
     """Every tensor is on the card that the world plays."""
 
     def __init__(self, seed: int, pace: float = 0.3) -> None:
@@ -234,7 +234,7 @@ def test_tensors_that_cannot_be_staged_are_refused() -> None:
         staging.stage(torch.zeros(4)[::2], torch.zeros(2))
 
 
-# ---------------------------------------------------------------- collectives on a card that is played
+# ---------------------------------------------------------------- collectives on a card that is simulated
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -291,7 +291,7 @@ def regions(node: Node) -> list[Region]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_collectives_of_all_kinds_on_a_card_of_any_pace(size: int, seed: int) -> None:
     """All in flight together. Small integers, so that sums are exact; host memory is NaN until bytes come."""
-    group = Group(size, staging=lambda rank: PlayedCard(seed + rank))
+    group = Group(size, staging=lambda rank: SimulatedCard(seed + rank))
 
     def of(rank: int, length: int) -> torch.Tensor:
         return tensor(rank, length).mul(4).round()
@@ -341,16 +341,16 @@ def test_collectives_of_all_kinds_on_a_card_of_any_pace(size: int, seed: int) ->
         group.close()
 
 
-def test_the_card_is_asked_often_while_bytes_come_and_seldom_while_none_do() -> None:
-    """A message of a megabyte is on the card and back in a fraction of a millisecond."""
-    cards = [PlayedCard(0, pace=0.0), PlayedCard(1, pace=0.0)]
+def test_pauses_between_two_looks_at_the_gpu_are_short_while_bytes_come_and_grow_while_none_do() -> None:
+    """A megabyte is copied to the GPU and back in a fraction of a millisecond, which is less than the longest pause."""
+    cards = [SimulatedCard(0, pace=0.0), SimulatedCard(1, pace=0.0)]
     group = Group(2, staging=cards.__getitem__)
     communicator = group.ranks[0].communicator
     execution = communicator._execution
     assert execution is not None
 
     def pauses(now: float, count: int) -> tuple[list[float], float]:
-        """Between the looks of a driver that sleeps as it is told, from `now` on, and when the last of them is."""
+        """The pauses before `count` deadlines of the execution, from `now` on, and the time of the last deadline."""
         found = []
         for _ in range(count):
             execution.turn(now)
@@ -375,7 +375,7 @@ def test_the_card_is_asked_often_while_bytes_come_and_seldom_while_none_do() -> 
 
 def test_a_lost_peer_ends_what_waits_for_the_card() -> None:
     """Nothing of the source ever comes: the operations hold all their messages back."""
-    group = Group(3, staging=lambda rank: PlayedCard(0, pace=0.0))
+    group = Group(3, staging=lambda rank: SimulatedCard(0, pace=0.0))
     try:
         handles = {
             rank: [group.ranks[rank].all_reduce(torch.ones(n), torch.ones(n), SUM, How(DEADLINE_S)) for n in (9, 5000)]
@@ -392,7 +392,7 @@ def test_a_lost_peer_ends_what_waits_for_the_card() -> None:
 
 def test_what_a_failed_call_had_queued_comes_before_what_the_caller_does_next() -> None:
     """Else a late sum would write over the tensors of the caller's next attempt."""
-    cards = [PlayedCard(0, pace=0.0), PlayedCard(1)]
+    cards = [SimulatedCard(0, pace=0.0), SimulatedCard(1)]
     world = cards[0].world
     group = Group(2, staging=lambda rank: cards[rank])
     try:

@@ -27,8 +27,8 @@ from helixrt.job.checkpoint_layout import Index, PartIndex, RankPart
 from helixrt.job.checkpoint_restore import restored
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import State
+from tests import ranks_context
 from tests.engines.same_state import same_state
-from tests.ranks_context import ranks_context
 
 REPLICAS, ACCUMULATE, INPUTS, CLIP = 2, 2, 6, 0.05
 KINDS = [(1, "float32", ""), (2, "float32", ""), (3, "float32", ""), (1, "bf16", "fp32"), (2, "bf16", "fp32"), (3, "bf16", "")]
@@ -392,21 +392,5 @@ def run(rank: int, size: int, device: str, names: list[str], rendezvous: str, re
 
 def wrong_by_scenario(size: int, device: str, names: list[str], rendezvous: str) -> dict[str, list[str]]:
     """By scenario, what each of `size` ranks found wrong; rank 0 ends in the last one of all."""
-    context = ranks_context()
-    results = context.Queue()
-    ranks = [context.Process(target=run, args=(rank, size, device, names, rendezvous, results)) for rank in range(size)]
-    for rank in ranks:
-        rank.start()
-    found: dict[str, list[str]] = {name: [] for name in names}
-    try:
-        expected = size * len(names) - (a_lost_rank_is_told.__name__ in names)
-        while sum(map(len, found.values())) < expected:
-            number, name, wrong = results.get(timeout=300)
-            found[name].append(wrong and f"rank {number}: {wrong}")
-            if wrong:
-                break
-    finally:
-        for rank in ranks:
-            rank.join(5)
-            rank.kill()
-    return found
+    given = [(size, device, names, rendezvous)] * size
+    return ranks_context.wrong_by_scenario(run, given, names, ends_one=a_lost_rank_is_told.__name__)

@@ -14,30 +14,15 @@ from torch import nn
 from helixrt.engines.tensor_styles import apply_style, cut_parameter
 from helixrt.errors import MisuseError
 from tests.engines import tensor_ranks
-from tests.ranks_context import ranks_context
+from tests.ranks_context import wrong_by_scenario
 
 
 def found_by_ranks(sizes: dict[str, int], names: list[str], folder: Path) -> dict[str, list[str]]:
     """By scenario, what each rank found wrong."""
-    size, context = sizes.get("dp_shard", 1) * sizes["tp"], ranks_context()
-    results = context.Queue()
-    given = (sizes, str(folder / "rendezvous"), results)
-    ranks = [context.Process(target=tensor_ranks.run, args=(rank, *given)) for rank in range(size)]
-    for rank in ranks:
-        rank.start()
-    found: dict[str, list[str]] = {name: [] for name in names}
-    try:
-        expected = size * len(names) - (1 if names[-1] == "a_lost_rank_is_told" else 0)  # one rank ends in it
-        while sum(map(len, found.values())) < expected:
-            number, name, wrong = results.get(timeout=300)
-            found[name].append(wrong and f"rank {number}: {wrong}")
-            if wrong:
-                break
-    finally:
-        for rank in ranks:
-            rank.join(5)
-            rank.kill()
-    return found
+    given = (sizes, str(folder / "rendezvous"))
+    return wrong_by_scenario(
+        tensor_ranks.run, [given] * (sizes.get("dp_shard", 1) * sizes["tp"]), names, ends_one="a_lost_rank_is_told"
+    )
 
 
 def check(found: dict[str, list[str]], name: str) -> None:

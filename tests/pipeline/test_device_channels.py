@@ -1,6 +1,6 @@
 """Channels of stages on a device: what is sent is read when it is computed, what comes in is used when it is copied.
 
-On the host a device is played by streams that a thread works through, each in its order and all in an order that a seed
+On the host a device is simulated by streams that a thread works through, each in its order and all in an order that a seed
 decides: what is computed or copied is there some time after its call. Memory is filled with NaN before.
 """
 
@@ -35,7 +35,7 @@ LIKE = torch.empty(3, 5, dtype=torch.float64)
 DEADLINE_S = 60.0
 
 
-class PlayedDevice:
+class SimulatedDevice:
     """`queue` is the stage's own stream. Nothing is done while it is `held`."""
 
     def __init__(self, seed: int) -> None:
@@ -61,14 +61,14 @@ class PlayedDevice:
     def lane(self, device: torch.device) -> Lane:
         made = self.world.lane(device)
         assert isinstance(made, WorldLane)
-        return PlayedLane(self, made)
+        return SimulatedLane(self, made)
 
     def close(self) -> None:
         self._over.set()
         self._thread.join(DEADLINE_S)
 
 
-class PlayedMark(Mark):
+class SimulatedMark(Mark):
     """A wait does not do the work itself."""
 
     def __init__(self, mark: Mark) -> None:
@@ -87,25 +87,25 @@ class PlayedMark(Mark):
         return 0.25
 
 
-class PlayedLane(Lane):
-    def __init__(self, device: PlayedDevice, inner: WorldLane) -> None:
+class SimulatedLane(Lane):
+    def __init__(self, device: SimulatedDevice, inner: WorldLane) -> None:
         self._device, self._inner = device, inner
 
     def follow_caller(self, tensor: torch.Tensor) -> None:
         self.follow(self.mark_caller())
 
     def mark_caller(self) -> Mark:
-        return PlayedMark(self._device.queue(lambda: None))
+        return SimulatedMark(self._device.queue(lambda: None))
 
     def follow(self, mark: Mark) -> None:
-        assert isinstance(mark, PlayedMark)
+        assert isinstance(mark, SimulatedMark)
         self._inner.follow(mark.inner)
 
     def run(self, work: Callable[[], object]) -> Mark:
-        return PlayedMark(self._inner.run(work))
+        return SimulatedMark(self._inner.run(work))
 
     def lead_caller(self, mark: Mark, made: torch.Tensor | None = None) -> None:
-        assert isinstance(mark, PlayedMark)
+        assert isinstance(mark, SimulatedMark)
         self._device._own.follow(mark.inner)
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -119,8 +119,8 @@ class PlayedLane(Lane):
 
 
 @contextmanager
-def played(seed: int) -> Iterator[PlayedDevice]:
-    device = PlayedDevice(seed)
+def simulated(seed: int) -> Iterator[SimulatedDevice]:
+    device = SimulatedDevice(seed)
     try:
         yield device
     finally:
@@ -138,7 +138,7 @@ def test_a_message_has_what_the_device_computes_for_it(endpoint_stages: Any, com
 
     def talk(stage: int, endpoints: Sequence[Endpoint]) -> FlightRecord:
         record = FlightRecord(f"pp{stage}")
-        with played(seed + stage) as device:
+        with simulated(seed + stage) as device:
             channels = StageChannels(endpoints, stage, 2, record, host_bytes=500, comm=comm, make_lane=device.lane)
             channel = channels.channels[1 - stage]
             try:
@@ -175,7 +175,7 @@ def test_a_copy_that_waits_for_the_device_holds_up_no_other_message(endpoint_sta
     came, ended = threading.Event(), threading.Event()
 
     def talk(stage: int, endpoints: Sequence[Endpoint]) -> None:
-        with played(stage) as device:
+        with simulated(stage) as device:
             channels = StageChannels(endpoints, stage, 2, FlightRecord(f"pp{stage}"), make_lane=device.lane)
             channel = channels.channels[1 - stage]
             try:
@@ -202,7 +202,7 @@ def test_a_copy_that_waits_for_the_device_holds_up_no_other_message(endpoint_sta
 
 
 def test_a_device_that_fails_ends_the_waits_of_its_stage(endpoint_stages: Any) -> None:
-    class Broken(PlayedLane):
+    class Broken(SimulatedLane):
         def run(self, work: Callable[[], object]) -> Mark:
             mark = super().run(work)
 
@@ -213,7 +213,7 @@ def test_a_device_that_fails_ends_the_waits_of_its_stage(endpoint_stages: Any) -
             return mark
 
     def talk(stage: int, endpoints: Sequence[Endpoint]) -> None:
-        with played(stage) as device:
+        with simulated(stage) as device:
             options: dict[str, Any] = {}
             if stage == 0:
                 options["make_lane"] = lambda where: Broken(device, device.world.lane(where))  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def test_copies_of_a_tied_parameter_are_compared_by_the_host(endpoint_stages: An
     def talk(stage: int, endpoints: Sequence[Endpoint]) -> None:
         record, example, layer = FlightRecord(f"pp{stage}"), torch.zeros(2, 4), nn.Linear(4, 4)
         nn.init.ones_(layer.weight)
-        with played(stage) as device:
+        with simulated(stage) as device:
             channels = StageChannels(endpoints, stage, 2, record, make_lane=device.lane)
             stages = Stages({stage: layer}, mse_loss, (example, example), example, microbatches=2, tied="weight")
             group: Any = object()  # which the channels stand in for

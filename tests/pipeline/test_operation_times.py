@@ -26,7 +26,7 @@ OFFSET_S = 1234.5  # of the device's clock
 
 
 @dataclass
-class Played:
+class Simulated:
     """A host that queues and a device that works through it; both clocks are numbers."""
 
     now_s: float = 100.0
@@ -35,22 +35,22 @@ class Played:
     def work(self, seconds: float) -> None:
         self.free_s = max(self.free_s, self.now_s) + seconds
 
-    def event(self) -> PlayedEvent:
-        return PlayedEvent(self)
+    def event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
 
 
-class PlayedEvent:
-    def __init__(self, played: Played) -> None:
-        self._played, self.at_s = played, 0.0
+class SimulatedEvent:
+    def __init__(self, simulated: Simulated) -> None:
+        self._simulated, self.at_s = simulated, 0.0
 
     def record(self) -> None:
-        self.at_s = self._played.free_s = max(self._played.free_s, self._played.now_s)
+        self.at_s = self._simulated.free_s = max(self._simulated.free_s, self._simulated.now_s)
 
     def query(self) -> bool:
-        return self.at_s <= self._played.now_s
+        return self.at_s <= self._simulated.now_s
 
     def synchronize(self) -> None:
-        self._played.now_s = max(self._played.now_s, self.at_s)
+        self._simulated.now_s = max(self._simulated.now_s, self.at_s)
 
     def elapsed_time(self, end_event: Any) -> float:
         assert self.query() and end_event.query(), "CUDA has no time of an event that has not passed"
@@ -58,31 +58,33 @@ class PlayedEvent:
 
 
 def test_durations_are_those_of_the_device_and_nothing_is_waited_for(seed: int) -> None:
-    rng, played = random.Random(seed), Played()
-    record = FlightRecord("pp0", clock=lambda: played.now_s)
-    times = DeviceTimes(record, played.event)
+    rng, simulated = random.Random(seed), Simulated()
+    record = FlightRecord("pp0", clock=lambda: simulated.now_s)
+    times = DeviceTimes(record, simulated.event)
     entries = compile_program(one_f_one_b(1, 6), 0).entries
     took: list[tuple[float, float]] = []
     for step in range(4):
         record.step = step
-        played.work(0.5)  # of an update that was queued before
+        simulated.work(0.5)  # of an update that was queued before
         times.begin_pass()
         for number, entry in enumerate(entries):
-            played.now_s += rng.uniform(1e-5, 1e-3)
+            simulated.now_s += rng.uniform(1e-5, 1e-3)
             if number == 3:
-                played.now_s = max(played.now_s, played.free_s) + 0.01  # a message that comes late: the device is idle
+                simulated.now_s = max(simulated.now_s, simulated.free_s) + 0.01  # a message that comes late: the device is idle
             begun = times.begin()
-            begin_s = played.free_s
-            played.now_s += 1e-4
-            played.work(rng.uniform(0.001, 0.05))
+            begin_s = simulated.free_s
+            simulated.now_s += 1e-4
+            simulated.work(rng.uniform(0.001, 0.05))
             if number == 1:
-                played.now_s = max(played.now_s, played.free_s) + 0.005  # a busy host: the device is idle before the end
-            before_s = played.now_s
+                simulated.now_s = (
+                    max(simulated.now_s, simulated.free_s) + 0.005
+                )  # a busy host: the device is idle before the end
+            before_s = simulated.now_s
             times.end(begun, entry)
             times.write_passed()
-            assert played.now_s == before_s
-            took.append((begin_s, played.free_s))
-        played.now_s = played.free_s + 0.02
+            assert simulated.now_s == before_s
+            took.append((begin_s, simulated.free_s))
+        simulated.now_s = simulated.free_s + 0.02
     times.write_passed()
     events = [event for event in record.events() if event.kind is Kind.OPERATION]
     assert [event.step for event in events] == [step for step in range(4) for _ in entries]
@@ -95,11 +97,11 @@ def test_durations_are_those_of_the_device_and_nothing_is_waited_for(seed: int) 
 
 
 def test_an_injected_slowdown_waits_for_the_device() -> None:
-    played = Played()
-    times = DeviceTimes(FlightRecord("pp0", clock=lambda: played.now_s), played.event)
-    played.work(0.5)
+    simulated = Simulated()
+    times = DeviceTimes(FlightRecord("pp0", clock=lambda: simulated.now_s), simulated.event)
+    simulated.work(0.5)
     times.wait()
-    assert played.now_s >= 100.5
+    assert simulated.now_s >= 100.5
 
 
 # ---------------------------------------------------------------- on a real device
