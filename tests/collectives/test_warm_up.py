@@ -16,10 +16,10 @@ from helixrt.collectives.reduction import Op, Reduction
 from helixrt.triton_kernels import reduction
 from helixrt.triton_kernels.warm_up import Variant, tensors_like, variant_of, warm_up
 from tests.collectives.queue_group import DEADLINE_S, SUM, Group
-from tests.collectives.test_staging import CHUNK_BYTES, PlayedCard
+from tests.collectives.test_staging import CHUNK_BYTES, SimulatedCard
 
 
-class Compiles(PlayedCard):
+class Compiles(SimulatedCard):
     """A card that notes what is compiled, and whether the communicator could go on meanwhile."""
 
     def __init__(self, seed: int) -> None:
