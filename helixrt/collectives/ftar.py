@@ -20,12 +20,10 @@ from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.memory import flat
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
-from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
+from helixrt.collectives.rendezvous import STORE_CONNECT_S, StoreClients, StoreSilent, meet
 from helixrt.errors import Cause, Fatal, Retryable
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.transport.contract import Endpoint
-
-_STORE_S = 4.0  # for one answer of the run's store
 
 
 class FtarExchange(Exchange):
@@ -67,7 +65,7 @@ class FtarExchange(Exchange):
             peers: dict[int, bytes] = {}
             if size > 1:
                 aborted = lambda: communicator.failure is not None  # noqa: E731
-                store = self._stores.at(rendezvous, min(_STORE_S, deadline.left_s), aborted)
+                store = self._stores.at(rendezvous, min(STORE_CONNECT_S, deadline.left_s), aborted)
                 self._stores.begins(rendezvous, rank, size)
                 peers = meet(store, rank, size, communicator.address, generation, deadline, aborted).peers
             communicator.configure(generation, rank, peers, deadline.left_s)

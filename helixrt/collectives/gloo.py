@@ -26,7 +26,7 @@ from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import interface_towards
 from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.gloo_private import GlooConnections, GlooDevice, make_group, pack_address, unpack_address
-from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
+from helixrt.collectives.rendezvous import STORE_CONNECT_S, StoreClients, StoreSilent, meet
 from helixrt.errors import Cause, Retryable
 
 _CONNECT_S = 4.0  # once all members are there, connecting takes milliseconds
@@ -134,7 +134,7 @@ class GlooExchange(Exchange):
 
     def _meet_and_connect(self, generation: int, rank: int, size: int, rendezvous: str, deadline: Deadline) -> Any:
         aborted = self._aborted.is_set
-        store = self._stores.at(rendezvous, min(_CONNECT_S, deadline.left_s), aborted)
+        store = self._stores.at(rendezvous, min(STORE_CONNECT_S, deadline.left_s), aborted)
         if self._device is None:
             self._device = GlooDevice(interface_towards(rendezvous.partition("/")[0]))
         self._stores.begins(rendezvous, rank, size)

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from helixrt.collectives.rendezvous import STORE_CONNECT_S
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.replica.contracts import RunStore
 
@@ -86,7 +87,7 @@ class TcpRunStore(RunStore):
     `connect_timeout_s` bounds a connection attempt and every call that does not say otherwise.
     """
 
-    def __init__(self, address: str, connect_timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, connect_timeout_s: float = STORE_CONNECT_S) -> None:
         self.address = address
         self._connect_timeout_s = connect_timeout_s
         self._local = threading.local()

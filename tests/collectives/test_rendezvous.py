@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,6 +195,48 @@ def test_a_process_group_does_not_wait_for_a_stopped_store_beyond_its_timeout(
     error = ends(lambda: group.configure(f"{address}/1", "0", 0, 2))
     assert isinstance(error, GroupError)
     group.shutdown()
+
+
+# ---------------------------------------------------------------- a name service that does not answer
+
+MEET = """
+import socket, sys
+from concurrent.futures import ThreadPoolExecutor
+from helixrt.collectives.ftar import FtarExchange
+from helixrt.replica.store import TcpRunStore
+from tests.collectives.queue_endpoint import Hub
+silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+silent.bind(("127.0.0.99", 53))
+address, first = sys.argv[1:]
+if first == "run":
+    TcpRunStore(address).set("a", "b")
+hub = Hub()
+exchanges = [FtarExchange(hub.endpoint(), 60.0) for _ in range(2)]
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(lambda rank: exchanges[rank].configure(1, (0, 1), rank, address + "/1"), range(2)))
+silent.settimeout(0.0)
+assert silent.recv(1000), "nobody asked the name service: this test shows nothing"
+print("connected")
+"""
+
+
+@pytest.mark.netns  # root, and a mount namespace
+@pytest.mark.parametrize("first", ["run", "exchange"])
+def test_a_name_service_that_does_not_answer_delays_the_first_connection_and_no_more(
+    store_address: str, tmp_path: Path, first: str
+) -> None:
+    """torch asks it for the host name of the store's address, and does not need the answer. `first`: who connects first, the
+    run's store or the exchange."""
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.99\n")
+    mounted = f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf && exec \"$@\""
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-c", MEET, store_address, first],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "connected\n", done.stderr
 
 
 # ---------------------------------------------------------------- many ranks
