@@ -8,6 +8,7 @@ measured here: all ranks must compute the same cut. `balanced` computes it for a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,6 +58,12 @@ def unit_times(
     """By unit: estimates, or those that were `measured`, by the name of the unit's first module ("" for what is before the
     layers), all of them. Raises ConfigError for names that are no units or are missing."""
     return _measured(found, measured) if measured is not None else _estimated(joint, found, rates)
+
+
+def chunk_times(joint: Part, starts: Sequence[int], measured: Mapping[str, ChunkTimes]) -> tuple[ChunkTimes, ...]:
+    """By chunk, the sums of its units' times; `starts` are the first units of the later chunks. Errors as of `unit_times`."""
+    times = unit_times(joint, units(joint), measured=measured)
+    return tuple(ChunkTimes.sum(times[begin:end]) for begin, end in itertools.pairwise((0, *starts, len(times))))
 
 
 def balanced(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -27,6 +28,7 @@ class Keywords(TypedDict, total=False):
     strands: int
     schedule: str | Schedule
     cuts: Sequence[str] | None
+    costs: str | Path
     adapt: Adaptation | None
     codegen: str
     profile: str
@@ -50,7 +52,10 @@ class Options:
       balances chunks.
     - `memory_gb`: the most GiB that a stage may take for its parameters, their gradients and the optimizer's state (taken as
       four times the parameters) and for what its micro-batches save, by estimate; chunks are balanced within it. 0: no limit.
-      `train_step` runs one stage, and takes none of these three.
+      `train_step` runs one stage, and takes none of these three, nor `costs`.
+    - `costs`: the `profile.json` in the folder of an earlier run, which all ranks read: the first order of "zb", "adaptra" or
+      "helix" is planned from the costs that were measured there. Without it, from the measured times of the layers where they
+      were measured (`profile`), else from equal ones.
     - `adapt`: the job may change the order of the schedule while it runs, by measured costs, under the rules of this
       `helixrt.Adaptation`; None: the order is fixed.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".
@@ -75,6 +80,7 @@ class Options:
     strands: int = 2
     schedule: str | Schedule = "auto"
     cuts: Sequence[str] | None = None
+    costs: str | Path = ""
     adapt: Adaptation | None = None
     codegen: str = "eager"
     profile: str = "auto"
@@ -123,6 +129,8 @@ class Options:
             raise ConfigError("memory_gb", memory, rule)
         if not isinstance(self.schedule, Schedule) and self.schedule not in ("auto", *POLICIES):
             raise ConfigError("schedule", self.schedule, f"must be auto, a Schedule, or one of {', '.join(POLICIES)}")
+        if not isinstance(self.costs, str | Path):
+            raise ConfigError("costs", self.costs, "must be the path of a profile.json")
         if self.cuts is not None and not (isinstance(self.cuts, list | tuple) and all(type(each) is str for each in self.cuts)):
             raise ConfigError("cuts", self.cuts, "must be a list of modules' names, or None")
         dims = {} if self.chunk_dims is None else self.chunk_dims

@@ -97,6 +97,7 @@ class TrainStep:
         chosen = {
             "schedule": options.schedule != "auto",
             "cuts": options.cuts is not None,
+            "costs": bool(options.costs),
             "memory_gb": options.memory_gb > 0,
             "adapt": options.adapt is not None,
             "context": options.context != CONTEXTS[0],

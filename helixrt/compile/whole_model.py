@@ -24,7 +24,7 @@ from helixrt.passes.cut import cut
 from helixrt.passes.cut_model import CutModel
 from helixrt.passes.parts import Part
 from helixrt.passes.uncut import uncut
-from helixrt.passes.unit_costs import balanced
+from helixrt.passes.unit_costs import balanced, chunk_times
 from helixrt.passes.units import units
 from helixrt.schedule.ir import Schedule
 
@@ -53,6 +53,7 @@ class WholeModel:
         self.model, self.loss, self.device, self.autocast = model, loss, device, autocast
         self._times, self._agreed, self._limit_bytes = times, agreed, limit_bytes
         self.args, self.kwargs, self.target = shapes_of(call)
+        self.chunk_times: tuple[ChunkTimes, ...] | None = None  # once it is cut, where the chunks were balanced by `times`
 
     def cut(self, schedule: Schedule, cuts: Sequence[str] | None = None) -> CutModel:
         """The chunks that `schedule` runs; `cuts` are the modules that later ones begin with, else chunks are balanced, with at
@@ -74,7 +75,9 @@ class WholeModel:
                 if error.key != "limit_bytes":
                     raise
                 raise ConfigError("memory_gb", limit / (1 << 30), error.rule) from error
-            return cut(joint, self._agreed(found.starts))
+            starts = self._agreed(found.starts)
+            self.chunk_times = None if measured is None else chunk_times(joint, starts, measured)
+            return cut(joint, starts)
         try:
             return cut(joint, cuts)
         except ConfigError as error:

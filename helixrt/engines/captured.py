@@ -20,7 +20,6 @@ from torch import nn
 
 from helixrt.compile.materialize import Tensors, materialize, persistent_names, places
 from helixrt.compile.microbatches import Batch
-from helixrt.compile.options import Options
 from helixrt.compile.train_step import TrainStep
 from helixrt.compile.watch import Watch
 from helixrt.compile.whole_model import Times, WholeModel, shapes_of
@@ -36,10 +35,11 @@ from helixrt.engines.captured_tensor import (
     without_values,
 )
 from helixrt.engines.example_batch import ExampleBatch
+from helixrt.engines.first_order import Planned, pipeline_schedule, planned_by
 from helixrt.engines.pipeline_parts import Batches
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
-from helixrt.engines.staged import StagePlace, check_adaptation, scheduled
+from helixrt.engines.staged import StagePlace
 from helixrt.engines.tensor_plan import TensorPlan
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
@@ -50,23 +50,8 @@ from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Port, Role
 from helixrt.passes.profile import Mode as Profile
 from helixrt.pipeline.held import Values
-from helixrt.schedule.ir import Pair, Schedule
-
-
-def pipeline_schedule(options: Options, stages: int) -> Schedule:
-    """The schedule that the options of `helixrt.compile` ask for. Raises ConfigError for what a pipeline does not have."""
-    if options.codegen != "eager":
-        raise ConfigError("codegen", options.codegen, "a pipeline runs operators one by one so far: codegen='eager'")
-    if not options.strict:
-        raise ConfigError("strict", False, "there is no plain loop for a pipeline: a model is captured, or it is an error")
-    schedule = scheduled("1f1b" if options.schedule == "auto" else options.schedule, stages, options.microbatches)
-    check_adaptation(options.adapt, schedule)
-    if options.strands == 1 and any(isinstance(entry, Pair) for line in schedule.entries for entry in line):
-        raise ConfigError("strands", 1, f"cannot be with schedule {schedule.name}, which weaves a forward with a backward")
-    if options.cuts is not None and len(options.cuts) + 1 != schedule.chunks:
-        rule = f"must name {schedule.chunks - 1} modules: {schedule.name} over mesh.pp={stages} has {schedule.chunks} chunks"
-        raise ConfigError("cuts", list(options.cuts), rule)
-    return schedule
+from helixrt.schedule.exchange.as_json import order_key
+from helixrt.schedule.ir import Schedule
 
 
 class CapturedModel(PipelinedModel):
@@ -74,7 +59,8 @@ class CapturedModel(PipelinedModel):
 
     `state_dict` has the model's own names, of this stage. `seed` is that of initial weights of a model on meta, `weights` the
     safetensors that they are read from instead. Chunks are balanced by the `times` of their layers, which must be the same on
-    all ranks, where they give any and the options do not say `profile="estimate"`; else by estimates. `tp_plan`, else the
+    all ranks, where they give any and the options do not say `profile="estimate"`; else by estimates. From these `times` the
+    first order is planned, where the schedule's policy plans by costs. `tp_plan`, else the
     model's own plan, cuts it over the tp ranks of the mesh; a rank's parameters are its parts, plain tensors. Over cp ranks a
     batch is cut along the sequence, and `position_ids` are made. Forward and loss run under the autocast that the options
     of `helixrt.compile` name, else `autocast`, else the one that is active now. Raises ConfigError for options and examples
@@ -134,6 +120,9 @@ class CapturedModel(PipelinedModel):
             if self._context is not None:
                 self._context.check(self._cut)
             self._agree(self._cut)
+            self.planned = self._planned()
+            if self.planned is not None:
+                self._schedule = self.planned.schedule
             self._forms = GradientForms() if over is None else gradient_forms(self._cut, over)
             mine = _names_of(place.stage, self._cut, self._schedule, model, options.loss)
             pieces = {} if over is None else over.pieces
@@ -154,6 +143,13 @@ class CapturedModel(PipelinedModel):
     def cut(self) -> CutModel:
         """The whole model's."""
         return self._cut
+
+    def _planned(self) -> Planned | None:
+        """The first order, the same on all stages."""
+        planned = planned_by(self._whole.chunk_times, self._options, self._schedule)
+        if planned is not None and self.place.group is not None:
+            agree_on([order_key(planned.schedule)], self.place.group, what="order", otherwise="planned different orders")
+        return planned
 
     def _agreed(self, starts: Sequence[int]) -> Sequence[int]:
         mesh = self.place.mesh

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +32,7 @@ from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.record import FlightRecord
 from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.check import check_microbatch_order
-from helixrt.schedule.generators.classic import build
+from helixrt.schedule.generators.named import named
 from helixrt.schedule.ir import Schedule, ScheduleError
 
 MakeParts = Callable[[Sequence[int]], Mapping[int, nn.Module]]
@@ -51,7 +52,9 @@ class Stages:
     instead of autograd (auto, always, never). `profile`: how the times of operators are found where graphs that communicate are
     woven: from the disk, else measured (auto), measured, or estimated. `bucket_bytes`: size of a gradient bucket. `adapt`: the
     job may change the order of the schedule while it runs, by what it measures, as readily as this `helixrt.Adaptation`
-    decides; parts then run by captured graphs.
+    decides; parts then run by captured graphs. `costs`: the `profile.json` of an earlier run, in the run's folder: the first
+    order of "zb", "adaptra" or "helix" is planned from the costs that were measured there; without it from equal ones. All
+    ranks read it.
 
     In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
@@ -78,6 +81,7 @@ class Stages:
     profile: str = "auto"
     names: NamesOf | None = None
     adapt: Adaptation | None = None
+    costs: str | Path = ""
 
     GRAPHS: ClassVar = GRAPHS
     PROFILES: ClassVar = PROFILES
@@ -94,7 +98,7 @@ class Stages:
         if isinstance(self.loss, nn.Module) and any(parameter.requires_grad for parameter in self.loss.parameters()):
             rule = "has parameters to train, which no part has: give them to the last part"
             raise ConfigError("stages.loss", type(self.loss).__name__, rule)
-        made = scheduled(self.schedule, stages, self.microbatches, "stages.")
+        made = scheduled(self.schedule, stages, self.microbatches, self.costs, "stages.")
         check_adaptation(self.adapt, made, "stages.")
         if self.adapt is not None and self.graphs == "never":
             rule = "cannot be with stages.adapt: orders give the same bits, and take the times predicted, by graphs"
@@ -117,13 +121,16 @@ def check_adaptation(adapt: Adaptation | None, schedule: Schedule, settings: str
         raise ConfigError(f"{settings}schedule", schedule.name, f"cannot be with {settings}adapt: {error}") from error
 
 
-def scheduled(schedule: str | Schedule, stages: int, microbatches: int, settings: str = "") -> Schedule:
-    """The schedule of this name, or the one given. Raises ConfigError, by keys that begin with `settings`."""
+def scheduled(schedule: str | Schedule, stages: int, microbatches: int, costs: str | Path = "", settings: str = "") -> Schedule:
+    """The schedule of this name, for equal costs or those of a file, or the one given. Raises ConfigError, by keys that begin
+    with `settings`."""
+    if costs and not isinstance(schedule, str):
+        raise ConfigError(f"{settings}costs", str(costs), f"cannot be with schedule {schedule.name}, whose order is given")
     if not 1 <= microbatches <= MAX_MICROBATCHES:
         raise ConfigError(f"{settings}microbatches", microbatches, f"must be between 1 and {MAX_MICROBATCHES}")
     if schedule == "1f1b" and microbatches < stages:
         raise ConfigError(f"{settings}microbatches", microbatches, f"1f1b needs one per stage: mesh.pp={stages}")
-    made = build(schedule, stages, microbatches) if isinstance(schedule, str) else schedule
+    made = named(schedule, stages, microbatches, costs, f"{settings}costs") if isinstance(schedule, str) else schedule
     if (made.stages, made.microbatches) != (stages, microbatches):
         given = f"{made.stages} stages and {made.microbatches} micro-batches"
         raise ConfigError(f"{settings}schedule", made.name, f"is for {given}, not {stages} and {microbatches}")

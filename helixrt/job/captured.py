@@ -66,7 +66,7 @@ def captured_model(
     def times(joint: Part, schedule: Schedule) -> Mapping[str, ChunkTimes] | None:
         return times_to_cut_by(host, place, joint, schedule, always)
 
-    return CapturedModel(
+    made = CapturedModel(
         step,
         example,
         place,
@@ -77,6 +77,13 @@ def captured_model(
         autocast=autocast,
         busy=host.busy,
     )
+    if (planned := made.planned) is not None and place.stage == place.mesh.rank("cp", "tp") == 0:
+        host.say(
+            f"the first order of {step.options.schedule} is planned from these times: {planned.makespan_ms:.4g} ms a step and "
+            f"{planned.held} micro-batches held are expected, with the order for equal times {planned.equal_ms:.4g} ms and "
+            f"{planned.equal_held}"
+        )
+    return made
 
 
 def times_to_cut_by(

@@ -7,13 +7,9 @@ really cost is known only once they run (`schedule.adapt`).
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from helixrt import Stages
 from helixrt.errors import ConfigError
-from helixrt.schedule.exchange.profile import read
-from helixrt.schedule.generators import policies
-from helixrt.schedule.generators.classic import build
+from helixrt.schedule.generators.named import named
 from helixrt.schedule.ir import Schedule
 from helixrt.train.config import ModelConfig, ScheduleConfig
 
@@ -54,7 +50,7 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
         raise ConfigError("schedule.microbatches", microbatches, f"must divide data.batch={batch}")
     if config.name == "1f1b" and microbatches < stages:
         raise ConfigError("schedule.microbatches", microbatches, f"1f1b needs one per stage: mesh.pp={stages}")
-    schedule = _planned(config, stages) if config.costs else build(config.name, stages, microbatches)
+    schedule = named(config.name, stages, microbatches, config.costs, "schedule.costs")
     if schedule.chunks > layers:
         rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than model.layers={layers}"
         raise ConfigError("mesh.pp", stages, rule)
@@ -62,18 +58,3 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
         rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than {Stages.MAX_PARTS}"
         raise ConfigError("mesh.pp", stages, rule)
     return schedule
-
-
-def _planned(config: ScheduleConfig, stages: int) -> Schedule:
-    """By the costs in the file of `schedule.costs`."""
-    if config.name not in policies.POLICIES:
-        raise ConfigError("schedule.name", config.name, f"must be one of {', '.join(policies.POLICIES)}")
-    try:
-        text = Path(config.costs).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not text"
-        raise ConfigError("schedule.costs", config.costs, f"cannot be read: {reason}") from None
-    costs = read(text, "schedule.costs", config.costs).costs
-    if costs.stages != stages:
-        raise ConfigError("schedule.costs", config.costs, f"is of {costs.stages} stages, and mesh.pp={stages}")
-    return policies.build(config.name, costs, config.microbatches)

@@ -5,6 +5,7 @@ Nothing is measured in these tests: what a rank finds is given.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from helixrt.job import captured
 from helixrt.job.captured import agreed_times, times_to_cut_by
 from helixrt.passes.chunk_times import ChunkTimes
 from helixrt.passes.parts import Part
+from helixrt.passes.unit_costs import chunk_times
 from helixrt.passes.units import units
 from helixrt.pipeline import measured_units
 from helixrt.pipeline.measured_units import Found, expected
@@ -83,6 +85,51 @@ def test_chunks_are_balanced_by_the_times_that_were_measured() -> None:
 def test_without_measured_times_estimates_are_taken() -> None:
     by_estimates = begins(None)
     assert begins("layers.0", profile="estimate") == begins("layers.3", profile="estimate") == by_estimates
+
+
+# ---------------------------------------------------------------- the first order
+
+
+def captured_with(slow: str | None, **options: Any) -> CapturedModel:
+    def times(given: Part, schedule: Schedule) -> Mapping[str, ChunkTimes] | None:
+        return None if slow is None else slow_at(slow, given)
+
+    model = helixrt.compile(Perceptron(), loss=mse_loss, microbatches=MICROBATCHES, **options)
+    x = torch.zeros(MICROBATCHES, WIDTH)
+    place = StagePlace(0, 4, None, FlightRecord("pp0"))
+    return CapturedModel(model.train_step, ExampleBatch(x, target=x[:, :2]), place, times=times)
+
+
+def test_the_first_order_is_planned_from_the_times_that_were_measured() -> None:
+    """It is faster, and the stages behind the slow one hold less."""
+    planned, equal = captured_with("layers.0", schedule="helix").planned, build("helix", 4, MICROBATCHES)
+    assert planned is not None and planned.makespan_ms < planned.equal_ms
+    assert planned.held == sum(planned.schedule.in_flight) < planned.equal_held == sum(equal.in_flight)
+    assert all(now <= before for now, before in zip(planned.schedule.in_flight, equal.in_flight, strict=True))
+
+
+def test_the_order_for_equal_times_stays_without_times_without_a_policy_that_plans_and_with_other_costs(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "profile.json").write_text(json.dumps({key: [1, 5, 1, 1] for key in "fbw"}))
+    for slow, options in (
+        (None, {"schedule": "helix"}),
+        ("layers.0", {"schedule": "1f1b"}),
+        ("layers.0", {"schedule": build("helix", 4, MICROBATCHES)}),
+        ("layers.0", {"schedule": "helix", "profile": "estimate"}),
+        ("layers.0", {"schedule": "helix", "costs": tmp_path / "profile.json"}),
+    ):
+        assert captured_with(slow, **options).planned is None, options
+
+
+def test_times_of_chunks_are_the_sums_of_their_layers() -> None:
+    given = joint()
+    names, times = units(given).names, slow_at("layers.0", joint())
+    whole = chunk_times(given, [], times)
+    assert whole == (ChunkTimes.sum([times[name] for name in names]),)
+    first, second, third = chunk_times(given, [2, 3], times)
+    assert second == times[names[2]] and first == ChunkTimes.sum([times[names[0]], times[names[1]]])
+    assert ChunkTimes.sum([first, second, third]) == whole[0]
 
 
 # ---------------------------------------------------------------- which rank measures, and what the others take

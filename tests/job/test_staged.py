@@ -297,6 +297,21 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
         staged(parts(2), schedule=backwards_last_first(), adapt=helixrt.Adaptation()),
         r"stages\.schedule=lifo: cannot be with stages\.adapt: .*stage 0 runs BW\(chunk 0, micro-batch 3\) before BW",
     ),
+    "costs that are not there": (
+        {},
+        staged(parts(1), schedule="helix", costs="nowhere"),
+        "stages.costs=nowhere: cannot be read: No such file",
+    ),
+    "costs of an order that needs none": (
+        {},
+        staged(parts(1), costs="nowhere"),
+        "stages.costs=nowhere: is for zb, adaptra, helix: the order of 1f1b does not depend on costs",
+    ),
+    "costs of an order that is given": (
+        {"mesh": Mesh(pp=2)},
+        staged(parts(2), schedule=backwards_last_first(), costs="nowhere"),
+        "stages.costs=nowhere: cannot be with schedule lifo, whose order is given",
+    ),
     "times": ({}, staged(parts(1), profile="guessed"), "stages.profile=guessed: must be one of auto, measure, estimate"),
     "a tensor-parallel mesh": ({"mesh": Mesh(tp=2)}, staged(parts(1)), r"mesh\.tp=2: needs Stages\(layouts=\.\.\.\)"),
     "a context-parallel mesh": ({"mesh": Mesh(pp=2, cp=2)}, staged(parts(2)), r"mesh\.cp=2: needs Stages\(layouts=\.\.\.\)"),

@@ -54,6 +54,8 @@ POLICIES: dict[str, Policy] = {
     "helix": Policy(linear, _helix, bound=False),
 }
 
+BY_COSTS = ("zb", "adaptra", "helix")  # those that look at times, delays and caps
+
 
 def policy(name: str) -> Policy:
     """The policy of this name. Raises ConfigError, which lists all, for an unknown one."""
