@@ -26,6 +26,7 @@ from helixrt.replica.commands import Save
 from helixrt.replica.contracts import RunStore
 
 _ASK_S = 5.0  # between two questions to a storage; the run's store says sooner that a checkpoint is complete
+_LOOK_S = 0.05  # between two looks at the failovers, so that short steps do not all ask the run's store
 LAST_PAUSES_S = (0.5, 10.0)  # between attempts at the last checkpoint: the first, doubled each time, and the longest
 
 
@@ -63,6 +64,7 @@ class CheckpointOrders:
         self._replica, self._folder, self._every, self._retry_s, self._last_step = replica, folder, every, retry_s, last_step
         self._store, self._checkpointer, self._failovers, self._tell = store, checkpointer, failovers, tell
         self._clock = clock
+        self._looks_at = -math.inf  # when the failovers are looked at again
         self._asked_after = -1  # the failover that the last checkpoint out of turn was for
         self._saved_step = 0  # a checkpoint of this step or a later one is complete
         self._ordered = ("", 0)  # the last state, and the attempts that there will have been once our orders are carried out
@@ -81,9 +83,10 @@ class CheckpointOrders:
 
     def _failover_is_due(self, record: CommitRecord) -> bool:
         """Once for each, as soon as the checkpoint before is written."""
-        if self._failovers is None:
+        if self._failovers is None or (now := self._clock()) < self._looks_at:
             return False
-        with suppress(Retryable):  # the next update asks again
+        self._looks_at = now + _LOOK_S
+        with suppress(Retryable):  # a later update asks again
             left_in = self._failovers.newest()
             if self._asked_after < left_in <= record.step and (saved := self._saved_since(left_in)) is not None:
                 self._asked_after = left_in
@@ -91,7 +94,7 @@ class CheckpointOrders:
         return False
 
     def _saved_since(self, step: int) -> bool | None:
-        """None: the storage has not answered, and the next update asks again."""
+        """None: the storage has not answered, and a later update asks again."""
         if self._checkpointer.newest_step >= step:
             return True
         if isinstance(self._folder, Path):
