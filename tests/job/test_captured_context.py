@@ -5,6 +5,7 @@ All ranks of a mesh train all models of a test in turn; each test looks at one o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -273,6 +274,7 @@ MESHES = {  # the ranks, and what they train, by which schedule and variant
     "cp2": ["gpt2 auto gathered", "llama auto ring", "mixtral auto gathered", *SCENARIOS],
     "pp2 cp2": ["gpt2 1f1b ring", "llama zb gathered", "mixtral 1f1b gathered"],
     "cp2 tp2": ["gpt2 auto gathered", "llama auto gathered"],
+    "pp2 cp2 tp2": ["gpt2 1f1b ring", "llama zb gathered"],
     "cp4": ["llama auto gathered", "gpt2 auto ring"],
 }
 
@@ -287,7 +289,7 @@ def worlds(ask_ranks: Any) -> Callable[[str], Any]:
 
     def world(mesh: str) -> Any:
         if mesh not in known:
-            known[mesh] = ask_ranks(check, asked(mesh), 2 if mesh == "cp2" else 4)
+            known[mesh] = ask_ranks(check, asked(mesh), math.prod(int(axis[2:]) for axis in mesh.split()))
         return known[mesh]
 
     return world
