@@ -3,8 +3,8 @@
 In: a model, a one-dimensional device mesh, and a plan: {pattern: style}, where a pattern is the name of a module or of a
 parameter in which `*` stands for any one part between dots, and a style is a name of `tensor_styles` or a
 `torch.distributed.tensor.parallel.ParallelStyle`. Without a plan the model's own one is taken: `model.tp_plan`, which Hugging
-Face models have (their `config.base_model_tp_plan`, and entries for the head and the embedding). Out: the model with the plan
-applied.
+Face models have (their `config.base_model_tp_plan`, and entries for the head and the embedding), else one of `PLANS`. Out: the
+model with the plan applied.
 
 Entries of a user's plan must match; a model's own plan may name what this model has not. Modules that no entry names stay whole
 on every rank, which computes the same values.
@@ -28,6 +28,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 TensorPlan = Mapping[str, "str | ParallelStyle"]
+PLANS: Mapping[str, Mapping[str, str]] = {  # of transformers' models that bring none, by `config.model_type`
+    "gpt2": {
+        "transformer.wte": "embedding_rowwise",
+        "transformer.h.*.attn.c_attn": "colwise_gather_output",  # queries, keys and values in one matrix
+        "transformer.h.*.attn.c_proj": "rowwise_split_input",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+}
 Place = tuple[nn.Module, str]  # a module and the key of one of its own parameters
 
 
@@ -100,10 +110,13 @@ def _own_plan(model: nn.Module) -> Mapping[str, Any]:
     plan = getattr(model, "tp_plan", None)
     if isinstance(plan, Mapping) and plan:
         return plan
-    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    config = getattr(model, "config", None)
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not isinstance(plan, Mapping) or not plan:
+        return PLANS.get(getattr(config, "model_type", ""), {})
     prefix = getattr(model, "base_model_prefix", "")
     inside = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-    return {inside + pattern: style for pattern, style in plan.items()} if isinstance(plan, Mapping) else {}
+    return {inside + pattern: style for pattern, style in plan.items()}
 
 
 def _entries(model: nn.Module, plan: Mapping[str, Any], must_match: bool = True) -> list[_Entry]:

@@ -82,16 +82,6 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(config)
 
 
-GPT2_PLAN = {
-    "transformer.wte": "embedding_rowwise",
-    "transformer.h.*.attn.c_attn": "colwise_gather_output",  # queries, keys and values in one matrix
-    "transformer.h.*.attn.c_proj": "rowwise_split_input",
-    "transformer.h.*.mlp.c_fc": "colwise",
-    "transformer.h.*.mlp.c_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
-
-
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

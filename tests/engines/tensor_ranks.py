@@ -245,9 +245,9 @@ def gpt_neox(ranks: Ranks) -> None:
     trains_as_one_process(ranks, models.gpt_neox)
 
 
-def gpt2_with_a_plan(ranks: Ranks) -> None:
-    """Its fused projection of queries, keys and values is cut in storage and gathered in use."""
-    trains_as_one_process(ranks, models.gpt2, models.GPT2_PLAN)
+def gpt2(ranks: Ranks) -> None:
+    """By the plan of `PLANS`. Its fused projection of queries, keys and values is cut in storage and gathered in use."""
+    trains_as_one_process(ranks, models.gpt2)
 
 
 def own_model_with_styles_of_torch(ranks: Ranks) -> None:
@@ -289,7 +289,7 @@ def copies_are_compared(ranks: Ranks) -> None:
 
 def what_cannot_be_trained_is_refused(ranks: Ranks) -> None:
     mesh = ranks.tensor.mesh
-    raises(MisuseError, "GPT2LMHeadModel has no tensor-parallel plan of its own", lambda: apply_plan(models.gpt2(), mesh))
+    raises(MisuseError, "Linear has no tensor-parallel plan of its own", lambda: apply_plan(nn.Linear(2, 2), mesh))
     raises(
         MisuseError,
         "entry 'layers.*.q_proj' matches no module",
@@ -395,7 +395,7 @@ TENSOR = [
     qwen3,
     phi,
     gpt_neox,
-    gpt2_with_a_plan,
+    gpt2,
     loads_its_part,
     copies_are_compared,
     bfloat16_runs,

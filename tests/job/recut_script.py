@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import helixrt
-from tests.engines.tensor_models import GPT2_PLAN
 
 BATCH, LENGTH, VOCABULARY, MICROBATCHES, CLIP = 4, 8, 11, 2, 0.5
 
@@ -39,11 +38,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
-def train(session: helixrt.Session, steps: int, tp: int) -> None:
+def train(session: helixrt.Session, steps: int) -> None:
     compiled = helixrt.compile(build(), loss=loss_of, microbatches=MICROBATCHES)
     text = batches()[0]
     example = helixrt.ExampleBatch(input_ids=text[:, :-1], target=text[:, 1:])
-    model = session.parallelize(compiled, example=example, tp_plan=GPT2_PLAN if tp > 1 else None)
+    model = session.parallelize(compiled, example=example)
     session.register(model=model, optimizers=[optimizer_of(model)], clip_norm=CLIP)
     for step in session.steps(batches(), until=steps):
         for tokens in step:
@@ -60,7 +59,7 @@ def main(folder: str, pp: str, cp: str, tp: str, steps: str, resume: str | None 
         device="cpu",
         launcher="local",
         resume=resume,
-        arguments={"steps": int(steps), "tp": int(tp)},
+        arguments={"steps": int(steps)},
         options=helixrt.RunOptions(checkpoint_every=5, step_timeout_s=300.0),
     )
 

@@ -21,7 +21,6 @@ from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
 from helixrt.passes.errors import CaptureError
-from tests.engines import tensor_models
 from tests.job.session_world import session_with
 from tests.job.test_captured import BATCH, MICROBATCHES, STEPS, Batches, StageHost, plain, trained
 from tests.job.test_captured_ranks import SMALL, VOCABULARY, whole
@@ -139,9 +138,8 @@ def check(said: str) -> None:
     schedule, context, *axes = others
     host = host_of(axes)
     mesh = host.place.mesh
-    plan = tensor_models.GPT2_PLAN if name == "gpt2" and mesh.size("tp") > 1 else None
     build = FAMILIES[name]
-    state, found = trained(host, model_of(build), next_token, batches(), plan, schedule=schedule, context=context)
+    state, found = trained(host, model_of(build), next_token, batches(), schedule=schedule, context=context)
     expected, figures, validated = plain(model_of(build), next_token, batches())
     rel = 1e-6 if mesh.size("tp") > 1 or name == "mixtral" else 1e-10  # rotary tables and routers are in float32
     assert found == [(pytest.approx(a, rel=rel), pytest.approx(b, rel=3 * rel)) for a, b in figures]
