@@ -53,6 +53,7 @@ def train(session: helixrt.Session) -> None:
     loader = StatefulDataLoader(data, batch_size=4, sampler=session.sampler(data, shuffle=True))  # this rank's own share
     for step in session.steps(loader, until=STEPS, accumulate=engine.gradient_accumulation_steps()):
         for (tokens,) in step:
+            tokens = tokens.to(session.device)
             loss = engine(tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()  # after the last micro-batch: exchange, agreement, DeepSpeed's own update

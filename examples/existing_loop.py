@@ -35,7 +35,7 @@ def main() -> None:
         model, optimizer, scheduler, loader, accumulate=2, clip_norm=1.0, until=STEPS
     )
     for x, y in loader:
-        loss = nn.functional.mse_loss(model(x), y)
+        loss = nn.functional.mse_loss(model(x.to(session.device)), y.to(session.device))
         loss.backward()
         optimizer.step()
         scheduler.step()

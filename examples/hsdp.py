@@ -40,6 +40,7 @@ def train(session: helixrt.Session) -> None:
     loader = StatefulDataLoader(data, batch_size=4, sampler=session.sampler(data, shuffle=True))  # this rank's own share
     for step in session.steps(loader, until=STEPS, accumulate=ACCUMULATE):
         for (tokens,) in step:
+            tokens = tokens.to(session.device)
             loss = model(tokens, labels=tokens).loss  # a mean over the batch's tokens
             step.backward(loss * tokens.numel(), weight=tokens.numel())
         done = step.commit()

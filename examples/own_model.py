@@ -46,6 +46,7 @@ def train(session: helixrt.Session) -> None:
     loader = StatefulDataLoader(text(), 4, sampler=session.sampler(text(), shuffle=True), drop_last=CAPTURED)
     for step in session.steps(loader, until=GIVEN.steps):
         for (tokens,) in step:
+            tokens = tokens.to(session.device)
             if CAPTURED:  # the next byte of the last one is the first one
                 step.train(model, input_ids=tokens, target=tokens.roll(-1, 1))
             else:
