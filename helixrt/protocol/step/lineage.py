@@ -67,33 +67,37 @@ class CommitRecord:
     orders: Mapping[int, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Canonical text: equal records have equal text on all replicas."""
+        """Canonical text: equal records have equal text on all replicas. Of a record that was read, the text that was read."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         return _ENCODE(
             {
                 "step": self.step,
                 "generation": self.generation,
                 "parent": self.parent,
-                "contributors": [list(c) for c in self.contributors],
-                "positions": {str(r): self.positions[r] for r in sorted(self.positions)},
+                "contributors": self.contributors,
+                "positions": {r: self.positions[r] for r in sorted(self.positions)},
                 "run": self.run,
                 "life": self.life,
-                "excluded": {str(r): [e.incarnation, e.rank] for r, e in sorted(self.excluded.items())},
+                "excluded": {r: [e.incarnation, e.rank] for r, e in sorted(self.excluded.items())},
                 "applied": self.applied,
                 **({"last": self.last} if self.last else {}),  # a record without it has the text that it had before
                 **({"deal": [deal.to_plain() for deal in self.deal]} if self.deal else {}),
-                **({"orders": {str(r): order for r, order in sorted(self.orders.items())}} if self.orders else {}),
+                **({"orders": dict(sorted(self.orders.items()))} if self.orders else {}),
             }
         )
 
     @staticmethod
     def from_json(text: str) -> CommitRecord:
         raw = json.loads(text)
-        return CommitRecord(
+        record = CommitRecord(
             step=raw["step"],
             generation=raw["generation"],
             parent=raw["parent"],
-            contributors=tuple((replica, incarnation) for replica, incarnation in raw["contributors"]),
-            positions={int(r): p for r, p in raw["positions"].items()},
+            contributors=tuple(map(tuple, raw["contributors"])),
+            positions=dict(zip(map(int, raw["positions"]), raw["positions"].values(), strict=True)),
             run=raw["run"],
             life=raw["life"],
             excluded={int(r): Exclusion(*e) for r, e in raw["excluded"].items()},
@@ -102,6 +106,8 @@ class CommitRecord:
             deal=tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),
             orders={int(r): order for r, order in raw.get("orders", {}).items()},
         )
+        record.__dict__["_text"] = text  # its hash is that of what stands, and costs no second writing
+        return record
 
     @cached_property
     def hash(self) -> str:
