@@ -214,6 +214,7 @@ FAMILIES = ("gpt2", "llama", "mixtral", "qwen2", "gpt_neox", "phi")
 MESHES = {  # the ranks, and what they train by which schedule
     "pp2 tp2": ["own 1f1b", "gained zb", "unsummed 1f1b"],
     "pp2 tp2 families": [f"{name} {schedule}" for name, schedule in zip(FAMILIES, ("1f1b", "zb") * 3, strict=True)],
+    "pp2": ["qwen2 1f1b", "gpt_neox zb", "phi 1f1b"],
     "pp4": [*(f"{name} 1f1b" for name in FAMILIES), "gpt2-dropout 1f1b"],
     "tp2": [f"{name} auto" for name in FAMILIES],
     "pp2 tp2 others": ["gpt2-bfloat16 zb", "gpt2-dropout 1f1b"],

@@ -327,6 +327,32 @@ def test_a_clock_that_steps_back_in_a_run_leaves_a_report(tmp_path: Path) -> Non
     assert Page((tmp_path / "report.html").read_text()).open == []
 
 
+def test_a_change_of_the_order_is_shown_with_both_gains_and_a_step_before_and_after(tmp_path: Path) -> None:
+    class ChangesOrder(FakeRun):
+        def step(self, step: int, *others: Any) -> None:
+            super().step(step, *others)
+            leader = self.records[0, 0]
+            if step == 60:
+                told = dict(order="ab12", before="", why="<stage> 1 sends late", present_ms=500.0, predicted_ms=320.0)
+                leader.write(Kind.ORDER, step=step, **told)  # type: ignore[arg-type]
+                leader.write(Kind.ORDER_READY, step=step, order="ab12", seconds=0.25, failed="")
+            elif step == 70:
+                leader.write(Kind.ORDER_GAIN, step=step, order="ab12", before_ms=505.0, after_ms=331.0, predicted_ms=180.0)
+
+    report = write_report(tmp_path, ChangesOrder(tmp_path).play())
+    (change,) = report["order_changes"]
+    assert (change["replica"], change["step"], change["order"], change["ready_s"]) == (0, 60, "ab12", 0.25)
+    times = [change[name] for name in ("present_ms", "predicted_ms", "before_ms", "after_ms")]
+    assert times == [500.0, 320.0, 505.0, 331.0]
+    page = (tmp_path / "report.html").read_text()
+    assert Page(page).open == [] and "&lt;stage&gt; 1 sends late" in page
+    for when in ("Step 60, before", "Step 63, after"):
+        assert f"{when} replica 0 changed the order of its schedule" in page
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", page)
+    at = cells.index("&lt;stage&gt; 1 sends late")
+    assert all(number in cells[at + 1] for number in ("500", "320")) and all(n in cells[at + 2] for n in ("505", "331"))
+
+
 @pytest.mark.parametrize("worst", [math.nan, math.inf])
 def test_losses_that_are_not_finite_are_left_out_of_the_chart(worst: float) -> None:
     """A step of which nothing is applied has no loss; its figure must not cost the report."""

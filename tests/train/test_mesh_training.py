@@ -7,7 +7,9 @@ torch's own clipping and optimizer; each rank compares its part of every gradien
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -35,7 +37,7 @@ from helixrt.train.models.build import build_chunk
 from helixrt.train.models.parallel import Layout, ParallelGroups, layouts, own_part, reduce_gradients
 from helixrt.train.optimizer import adamw, cosine_with_warmup
 
-RANKS, BATCH, SEQ, STEPS = 4, 8, 16, 3
+RANKS, BATCH, SEQ, STEPS, LIMIT_S = 4, 8, 16, 3, 60.0
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, clip=0.05, bucket_bytes=4096)
 MODEL = ModelConfig(layers=4, dim=16, heads=4, kv_heads=2, ffn=24, vocab=32)
 MODELS = [replace(MODEL, family=family, tied=tied) for family in ("gpt", "llama") for tied in (False, True)]
@@ -81,6 +83,11 @@ CASES = {
     "dp_shard 2 x tp 2, llama, tied, no sequence parallelism": Case(DP_TP, MODELS[3], sequence=False),
     "dp_shard 2 x cp 2, experts": Case(DP_CP, replace(MODELS[2], **MOE)),
     "dp_shard 4, more shards than rows": Case({"dp_shard": 4}, replace(MODELS[0], dim=6, heads=1, ffn=3)),
+}
+EIGHT = {  # of eight ranks
+    "pp 2 x dp_shard 2 x tp 2, llama, tied": Case(PP_TP | {"dp_shard": 2}, MODELS[3]),
+    "pp 2 x cp 2 x tp 2, gpt": Case(PP_CP | {"tp": 2}, MODELS[0]),
+    "dp_shard 2 x cp 2 x tp 2, experts": Case(DP_CP | {"tp": 2}, replace(MODELS[2], **MOE)),
 }
 SMALL = {"layers": 2}
 WOVEN = {
@@ -170,7 +177,7 @@ def alone(buckets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def check_case(name: str, exchange: Exchange = alone, replica: int = 0, replicas: int = 1) -> None:
-    case = CASES[name]
+    case = (CASES | EIGHT)[name]
     mesh, groups = mesh_of(case)
     engine = engine_of(case, mesh, groups, replica=replica)
     whole = build_chunk(case.model, SEQ, 0, 1, seed=5, dtype=torch.float64)
@@ -201,7 +208,7 @@ def check_case(name: str, exchange: Exchange = alone, replica: int = 0, replicas
         torch.testing.assert_close(local(parameter.detach()), mine, rtol=1e-8, atol=1e-11)
     validation = whole_losses(whole, 1000, case, replicas)[replica].item()
     assert engine.evaluate(1) == (pytest.approx(validation, rel=1e-10), BATCH * SEQ)
-    figures: list[Any] = [None] * RANKS
+    figures: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(figures, (result.loss, update.grad_norm, validation))
     assert all(found == figures[0] for found in figures), "loss and norm are the same bits on every rank"
     engine.close()
@@ -242,6 +249,23 @@ def check_dropped_tokens(name: str) -> None:
         found = expected[slot.name]
         assert found is not None
         close(slot.view(engine.buckets) / mesh.size("cp"), found, slot.name)
+    engine.close()
+
+
+def check_overlap(name: str) -> None:
+    """The last backward of the first layer waits until a bucket of later layers is summed over the ranks."""
+    case = Case({"cp": 2, "tp": 2}, MODELS[0])
+    mesh, groups = mesh_of(case)
+    engine = engine_of(case, mesh, groups)
+    summed, backwards, waited = threading.Event(), itertools.count(1), list[bool]()
+
+    def before_backward(module: nn.Module, gradients: Any) -> None:
+        if next(backwards) == case.microbatches:
+            waited.append(summed.wait(LIMIT_S))
+
+    engine.modules[0].get_submodule("layers.0").register_full_backward_pre_hook(before_backward)
+    engine.run(1, lambda bucket: summed.set())
+    assert waited == [True], "no bucket is summed before the last backward ends"
     engine.close()
 
 
@@ -304,6 +328,7 @@ def check_replicas(name: str) -> None:
 CHECKS: dict[str, Callable[[str], None]] = {
     **dict.fromkeys(CASES, check_case),
     "tokens are dropped": check_dropped_tokens,
+    "sums over ranks beside backward": check_overlap,
     "a flipped bit": check_flipped,
     "a gradient that differs": check_undeclared,
 }
@@ -333,6 +358,17 @@ def woven_answers(ask_ranks: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("name", WOVEN)
 def test_woven_graphs_give_the_same_bits(woven_answers: Any, name: str) -> None:
     woven_answers.check(name)
+
+
+@pytest.fixture(scope="module")
+def answers_of_eight(ask_ranks: Callable[..., Any]) -> Any:
+    return ask_ranks(check_case, EIGHT, ranks=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EIGHT)
+def test_eight_ranks_that_share_stages_train_the_whole_model(answers_of_eight: Any, name: str) -> None:
+    answers_of_eight.check(name)
 
 
 _SEQUENCE = [name for name, case in CASES.items() if name.startswith("pp 2 x tp 2") and case.sequence]
