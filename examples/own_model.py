@@ -2,8 +2,8 @@
 
     python examples/own_model.py [STEPS] [FOLDER] [--pp STAGES] [--cp RANKS] [--tp RANKS]
 
-`train` is a plain PyTorch program. Each replica runs it on its own share of the data. A lost replica is started again, fetches
-the state from the other one, and goes on. With `--pp 2` or `--cp 2` the unmodified model is captured, and cut over the replica.
+Each replica runs `train` on its own share of the data. A lost replica is started again, fetches the state from the other one,
+and goes on. `--pp 2` cuts the unmodified model over two processes by layers, `--cp 2` by sequences, `--tp 2` by matrices.
 """
 
 import argparse
@@ -25,12 +25,8 @@ for axis in ("--pp", "--cp", "--tp"):
 GIVEN, _ = parser.parse_known_args()
 CAPTURED = GIVEN.pp * GIVEN.cp > 1
 CONFIG = GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2, attn_pdrop=0.0)
-
-
-def text() -> TensorDataset:
-    """The bytes of a source file, in windows of 32."""
-    raw = torch.tensor(list(Path(torch.nn.Module.register_buffer.__code__.co_filename).read_bytes()))
-    return TensorDataset(raw[: raw.numel() // 32 * 32].view(-1, 32))
+TEXT = torch.tensor(list(Path(torch.nn.Module.register_buffer.__code__.co_filename).read_bytes()))  # a source file
+DATA = TensorDataset(TEXT[: len(TEXT) // 32 * 32].view(-1, 32))
 
 
 def train(session: helixrt.Session) -> None:
@@ -43,7 +39,7 @@ def train(session: helixrt.Session) -> None:
         model = session.parallelize(GPT2LMHeadModel(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     session.register(model=model, optimizers=[optimizer], clip_norm=1.0)
-    loader = StatefulDataLoader(text(), 4, sampler=session.sampler(text(), shuffle=True), drop_last=CAPTURED)
+    loader = StatefulDataLoader(DATA, 4, sampler=session.sampler(DATA, shuffle=True), drop_last=CAPTURED)
     for step in session.steps(loader, until=GIVEN.steps):
         for (tokens,) in step:
             tokens = tokens.to(session.device)

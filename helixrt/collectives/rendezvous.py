@@ -23,9 +23,9 @@ import torch.distributed as dist
 from helixrt.collectives.deadline import Deadline
 from helixrt.errors import Cause, Retryable
 
-# For a connection to the store. torch first asks for the host name of the store's address; a name service that does not answer
-# takes 10 s of that (the default of resolv.conf), at a process's first connection alone.
-STORE_CONNECT_S = 15.0
+# For a connection to the store. torch first asks for the host name of the store's address, until that has failed once in the
+# process. A name server that does not answer takes 10 s of it (the default of resolv.conf); this is for two of them.
+STORE_CONNECT_S = 25.0
 
 _Answer = TypeVar("_Answer")
 

@@ -50,12 +50,12 @@ class Options:
     - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule --help` lists, or a
       `Schedule`; "auto" is 1f1b. `cuts`: the modules that its later chunks begin with, such as `["model.layers.4"]`; None
       balances chunks.
+    - `costs`: the `profile.json` in the folder of an earlier run, which all ranks read: the first order of "zb", "adaptra" or
+      "helix" is planned from its costs, which are those of the stages as that run cut them. Without it, the order is planned
+      from the times of the layers, where chunks are balanced by measured ones (`profile`), else from equal costs.
     - `memory_gb`: the most GiB that a stage may take for its parameters, their gradients and the optimizer's state (taken as
       four times the parameters) and for what its micro-batches save, by estimate; chunks are balanced within it. 0: no limit.
-      `train_step` runs one stage, and takes none of these three, nor `costs`.
-    - `costs`: the `profile.json` in the folder of an earlier run, which all ranks read: the first order of "zb", "adaptra" or
-      "helix" is planned from the costs that were measured there. Without it, from the measured times of the layers where they
-      were measured (`profile`), else from equal ones.
+      `train_step` runs one stage, and takes none of these four.
     - `adapt`: the job may change the order of the schedule while it runs, by measured costs, under the rules of this
       `helixrt.Adaptation`; None: the order is fixed.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".

@@ -35,7 +35,7 @@ from helixrt.engines.captured_tensor import (
     without_values,
 )
 from helixrt.engines.example_batch import ExampleBatch
-from helixrt.engines.first_order import Planned, pipeline_schedule, planned_by
+from helixrt.engines.first_order import pipeline_schedule, planned_by
 from helixrt.engines.pipeline_parts import Batches
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
@@ -50,7 +50,6 @@ from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Port, Role
 from helixrt.passes.profile import Mode as Profile
 from helixrt.pipeline.held import Values
-from helixrt.schedule.exchange.as_json import order_key
 from helixrt.schedule.ir import Schedule
 
 
@@ -59,13 +58,13 @@ class CapturedModel(PipelinedModel):
 
     `state_dict` has the model's own names, of this stage. `seed` is that of initial weights of a model on meta, `weights` the
     safetensors that they are read from instead. Chunks are balanced by the `times` of their layers, which must be the same on
-    all ranks, where they give any and the options do not say `profile="estimate"`; else by estimates. From these `times` the
-    first order is planned, where the schedule's policy plans by costs. `tp_plan`, else the
-    model's own plan, cuts it over the tp ranks of the mesh; a rank's parameters are its parts, plain tensors. Over cp ranks a
-    batch is cut along the sequence, and `position_ids` are made. Forward and loss run under the autocast that the options
-    of `helixrt.compile` name, else `autocast`, else the one that is active now. Raises ConfigError for options and examples
-    that do not fit, CaptureError for a model that cannot be captured or cut, MisuseError for one that the plan does not fit,
-    DisagreementError when the ranks of the replica cut it differently.
+    all ranks, where they give any and the options do not say `profile="estimate"`; else by estimates. Where there are such
+    times, and the schedule's policy plans by costs, the first order is planned from them, too. `tp_plan`, else the model's own
+    plan, else that of helixrt, cuts it over the tp ranks of the mesh; a rank's parameters are its parts, plain tensors. Over cp
+    ranks a batch is cut along the sequence, and `position_ids` are made. Forward and loss run under the autocast that the
+    options of `helixrt.compile` name, else `autocast`, else the one that is active now. Raises ConfigError for options and
+    examples that do not fit, CaptureError for a model that cannot be captured or cut, MisuseError for one that the plan does
+    not fit, DisagreementError when the ranks of the replica cut it differently.
     """
 
     _compiled: nn.Module  # what was captured
@@ -120,7 +119,7 @@ class CapturedModel(PipelinedModel):
             if self._context is not None:
                 self._context.check(self._cut)
             self._agree(self._cut)
-            self.planned = self._planned()
+            self.planned = planned_by(self._whole.chunk_times, options, self._schedule)
             if self.planned is not None:
                 self._schedule = self.planned.schedule
             self._forms = GradientForms() if over is None else gradient_forms(self._cut, over)
@@ -143,13 +142,6 @@ class CapturedModel(PipelinedModel):
     def cut(self) -> CutModel:
         """The whole model's."""
         return self._cut
-
-    def _planned(self) -> Planned | None:
-        """The first order, the same on all stages."""
-        planned = planned_by(self._whole.chunk_times, self._options, self._schedule)
-        if planned is not None and self.place.group is not None:
-            agree_on([order_key(planned.schedule)], self.place.group, what="order", otherwise="planned different orders")
-        return planned
 
     def _agreed(self, starts: Sequence[int]) -> Sequence[int]:
         mesh = self.place.mesh

@@ -49,20 +49,22 @@ class Planned:
 
     @staticmethod
     def of(name: str, times: Sequence[ChunkTimes], equal: Schedule) -> Planned:
-        """By the policy of this name, within the memory that its order for equal times needs."""
+        """By the policy of this name, which is given the memory that its order for equal times needs (zb does not ask)."""
         costs = costs_of(times, equal)
         held = [0.0] * equal.stages
         for chunk, most in enumerate(equal.in_flight):
             held[equal.placement[chunk]] += most
         made = build(name, replace(costs, memory=tuple(held)), equal.microbatches)
-        return Planned(made, makespan_ms(made, costs), sum(made.in_flight), makespan_ms(equal, costs), sum(equal.in_flight))
+        takes_ms, equal_ms = makespan_ms(made, costs_of(times, made)), makespan_ms(equal, costs)
+        return Planned(made, takes_ms, sum(made.in_flight), equal_ms, sum(equal.in_flight))
 
 
 def planned_by(times: Sequence[ChunkTimes] | None, options: Options, equal: Schedule) -> Planned | None:
-    """None where no times were measured, the options name other costs, the policy does not plan by costs, or its order for
-    equal times is faster or the same."""
+    """None where no times were measured, the options name other costs, or the policy does not plan by costs; and where its
+    order for equal times is faster, holds fewer micro-batches on a stage, or is the one that was planned."""
     if times is None or options.costs or not isinstance(options.schedule, str) or options.schedule not in BY_COSTS:
         return None
     planned = Planned.of(options.schedule, times, equal)
     same = order_key(planned.schedule) == order_key(equal)
-    return None if same or planned.makespan_ms > planned.equal_ms else planned
+    more = any(now > before for now, before in zip(planned.schedule.in_flight, equal.in_flight, strict=True))
+    return None if same or more or planned.makespan_ms > planned.equal_ms else planned

@@ -124,6 +124,8 @@ def check_adaptation(adapt: Adaptation | None, schedule: Schedule, settings: str
 def scheduled(schedule: str | Schedule, stages: int, microbatches: int, costs: str | Path = "", settings: str = "") -> Schedule:
     """The schedule of this name, for equal costs or those of a file, or the one given. Raises ConfigError, by keys that begin
     with `settings`."""
+    if not isinstance(costs, str | Path):
+        raise ConfigError(f"{settings}costs", costs, "must be the path of a profile.json")
     if costs and not isinstance(schedule, str):
         raise ConfigError(f"{settings}costs", str(costs), f"cannot be with schedule {schedule.name}, whose order is given")
     if not 1 <= microbatches <= MAX_MICROBATCHES:

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 TensorPlan = Mapping[str, "str | ParallelStyle"]
-PLANS: Mapping[str, Mapping[str, str]] = {  # of transformers' models that bring none, by `config.model_type`
+PLANS: Mapping[str, Mapping[str, str]] = {  # of transformers' base models that bring none, by `config.model_type`
     "gpt2": {
-        "transformer.wte": "embedding_rowwise",
-        "transformer.h.*.attn.c_attn": "colwise_gather_output",  # queries, keys and values in one matrix
-        "transformer.h.*.attn.c_proj": "rowwise_split_input",
-        "transformer.h.*.mlp.c_fc": "colwise",
-        "transformer.h.*.mlp.c_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
+        "wte": "embedding_rowwise",
+        "h.*.attn.c_attn": "colwise_gather_output",  # queries, keys and values in one matrix
+        "h.*.attn.c_proj": "rowwise_split_input",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
     }
 }
+HEAD = {"lm_head": "colwise_gather_output"}  # above these
 Place = tuple[nn.Module, str]  # a module and the key of one of its own parameters
 
 
@@ -111,12 +111,13 @@ def _own_plan(model: nn.Module) -> Mapping[str, Any]:
     if isinstance(plan, Mapping) and plan:
         return plan
     config = getattr(model, "config", None)
-    plan = getattr(config, "base_model_tp_plan", None)
+    plan, above = getattr(config, "base_model_tp_plan", None), {}
     if not isinstance(plan, Mapping) or not plan:
-        return PLANS.get(getattr(config, "model_type", ""), {})
+        plan = PLANS.get(getattr(config, "model_type", ""), {})
+        above = HEAD if plan else {}
     prefix = getattr(model, "base_model_prefix", "")
     inside = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-    return {inside + pattern: style for pattern, style in plan.items()}
+    return {inside + pattern: style for pattern, style in plan.items()} | above
 
 
 def _entries(model: nn.Module, plan: Mapping[str, Any], must_match: bool = True) -> list[_Entry]:

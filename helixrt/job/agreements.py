@@ -1,4 +1,5 @@
-"""What replicas must have in common, compared through the run's store: how far the loop goes, and the layout of their states.
+"""What replicas must have in common, compared through the run's store: how far the loop goes, the first order of a pipeline's
+schedule, and the layout of their states.
 
 In: what this replica has. Out: a MisuseError that names the first difference from the replica that said it first. The layout
 (names, shapes and dtypes of tensors, names of scalars) is compared before the first step, after the first update, when
@@ -19,13 +20,19 @@ from helixrt.replica.run_keys import PLAN_KEY
 from helixrt.replica.state_shards import SCALARS, shards_of
 
 
-def agree_on_plan(store: RunStore, until: int, accumulate: int) -> None:
-    """Raises MisuseError if the replicas' loops differ in how far they go, or in how many batches a step takes."""
-    mine = {"until": until, "accumulate": accumulate}
+def agree_on_plan(store: RunStore, until: int, accumulate: int, order: str = "") -> None:
+    """Raises MisuseError if ranks differ in how far their loops go, in how many batches a step takes, or in the first order of
+    a pipeline's schedule (`order`: its key, "" without one)."""
+    mine = {"until": until, "accumulate": accumulate, "order": order}
     first = json.loads(store.put_if_absent(PLAN_KEY, json.dumps(mine)))
-    for name, value in mine.items():
-        if first[name] != value:
-            raise MisuseError(f"session.steps({name}={value}) here, and {name}={first[name]} on another replica")
+    if first["order"] != order:
+        raise MisuseError(
+            f"the schedule's first order is {order or 'none'} here, and {first['order'] or 'none'} on another rank; give all "
+            "ranks the same schedule, and those that read costs= the same file"
+        )
+    for name in ("until", "accumulate"):
+        if first[name] != mine[name]:
+            raise MisuseError(f"session.steps({name}={mine[name]}) here, and {name}={first[name]} on another replica")
 
 
 class LayoutAgreement:

@@ -79,9 +79,9 @@ def captured_model(
     )
     if (planned := made.planned) is not None and place.stage == place.mesh.rank("cp", "tp") == 0:
         host.say(
-            f"the first order of {step.options.schedule} is planned from these times: {planned.makespan_ms:.4g} ms a step and "
-            f"{planned.held} micro-batches held are expected, with the order for equal times {planned.equal_ms:.4g} ms and "
-            f"{planned.equal_held}"
+            f"the first order of {step.options.schedule} is planned from the measured times of the layers: a step should take "
+            f"{planned.makespan_ms:.4g} ms and hold {planned.held} micro-batches, instead of {planned.equal_ms:.4g} ms and "
+            f"{planned.equal_held} with the order for equal times"
         )
     return made
 

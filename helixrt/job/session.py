@@ -125,11 +125,11 @@ class Session(RankPlace):
         rank builds the whole model with the same values, and calls this; it initializes torch.distributed in this process.
 
         With `Mesh(tp=n)` its parameters are cut by a tensor-parallel plan first: `tp_plan`, else the model's own
-        (`model.tp_plan`, as Hugging Face models have it). A plan maps names of modules, in which `*` stands for any one part
-        between dots, to styles: "colwise", "rowwise" and others of `helixrt.engines.tensor_styles`, or a
-        `torch.distributed.tensor.parallel.ParallelStyle`. tp ranks of a replica read the same stream and begin each batch with
-        the same random state; what draws random numbers for a cut tensor without DTensor (dropout of a rank's own attention
-        heads) draws the same for each rank's part. With tp of 1 the plan is not used.
+        (`model.tp_plan`, as Hugging Face models have it), else that of helixrt for GPT-2. A plan maps names of modules, in
+        which `*` stands for any one part between dots, to styles: "colwise", "rowwise" and others of
+        `helixrt.engines.tensor_styles`, or a `torch.distributed.tensor.parallel.ParallelStyle`. tp ranks of a replica read the
+        same stream and begin each batch with the same random state; what draws random numbers for a cut tensor without DTensor
+        (dropout of a rank's own attention heads) draws the same for each rank's part. With tp of 1 the plan is not used.
 
         A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size, also with cp and tp where its
         parts are built for them (`group`, `Stages.layouts`), and with dp_shard, over which FSDP2 shards the parts of each

@@ -43,6 +43,7 @@ from helixrt.replica.rank import Done
 from helixrt.replica.run_keys import OfRank
 from helixrt.replica.state_shards import digest
 from helixrt.replica.telling import tell, tell_traceback
+from helixrt.schedule.exchange.as_json import order_key
 
 
 class RankHost:
@@ -84,8 +85,9 @@ class RankHost:
         return StagePlace(mesh.rank("pp"), mesh.size("pp"), mesh.group("pp"), record, mesh, channels, device)
 
     def open(self, engine: SessionEngine, plan: Plan) -> Worker:
-        """Raises MisuseError if the replicas' scripts differ in what they train or how far."""
-        agree_on_plan(self.store, plan.until, plan.accumulate)
+        """Raises MisuseError if the ranks' scripts differ in what they train, how far, or in which order."""
+        order = order_key(engine.schedule) if isinstance(engine, PipelineEngine) else ""
+        agree_on_plan(self.store, plan.until, plan.accumulate, order)
         self._layouts = LayoutAgreement(self.store, self._context.group_rank, engine)
         self._layouts.initial()
         engine.check_copies()

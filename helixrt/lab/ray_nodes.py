@@ -103,12 +103,7 @@ class RayNodes:
         self.folder = Path(tempfile.mkdtemp(prefix="hray-", dir="/tmp"))  # short: Ray puts sockets below it
         (self.folder / "session").mkdir()
         try:
-            self.start(0)
-            self.wait(0)
-            for host in range(1, self.nodes):
-                self.start(host)
-                self.wait(host)
-            self._wait_for_dashboard()
+            self.start_all()
         except BaseException:
             self.close(keep=True)
             raise
@@ -116,6 +111,13 @@ class RayNodes:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(keep=kind is not None)
+
+    def start_all(self) -> None:
+        """Start a cluster, the head first; it takes jobs when this returns. Raises NetworkError if a node does not start."""
+        for host in range(self.nodes):
+            self.start(host)
+            self.wait(host)
+        self._wait_for_dashboard()
 
     def start(self, host: int) -> None:
         """Start the node of a host; a host is a node once. It takes part when `wait` returns."""

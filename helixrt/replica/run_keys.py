@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 
 NOT_WORKING = "-"
-PLAN_KEY = "plan"  # how far the run goes and how many batches a step takes, as JSON, where the ranks decide that
+PLAN_KEY = "plan"  # as JSON, where the ranks decide it: how far the run goes, batches of a step, a pipeline's first order
 EXIT_KEY = "exit"  # put by the driver: every replica that was not given up is done, ranks may exit
 
 

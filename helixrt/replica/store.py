@@ -84,12 +84,12 @@ def check_value(key: str, value: str) -> None:
 class TcpRunStore(RunStore):
     """A client of the store at `address`; every thread connects when it first calls.
 
-    `connect_timeout_s` bounds a connection attempt and every call that does not say otherwise.
+    `connect_timeout_s` bounds a connection attempt, `call_timeout_s` every call that does not say otherwise.
     """
 
-    def __init__(self, address: str, connect_timeout_s: float = STORE_CONNECT_S) -> None:
+    def __init__(self, address: str, connect_timeout_s: float = STORE_CONNECT_S, call_timeout_s: float = 10.0) -> None:
         self.address = address
-        self._connect_timeout_s = connect_timeout_s
+        self._connect_timeout_s, self._call_timeout_s = connect_timeout_s, call_timeout_s
         self._local = threading.local()
 
     def put_if_absent(self, key: str, value: str) -> str:
@@ -129,6 +129,7 @@ class TcpRunStore(RunStore):
                 host, port = split_address(self.address)
                 timeout = timedelta(seconds=self._connect_timeout_s)
                 client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                client.set_timeout(timedelta(seconds=self._call_timeout_s))
                 self._local.client = client
             return call(client)
         except dist.DistError as error:

@@ -59,7 +59,7 @@ class ScheduleConfig:
     microbatches: int = 4
     graphs: str = "auto"  # captured graphs instead of autograd: auto (where the schedule moves W or has pairs) | always | never
     profile: str = "auto"  # operator times, for weaving graphs that communicate: auto (kept or measured) | measure | estimate
-    costs: str = ""  # profile.json of an earlier run: times of stages and links that the first order is planned from; "": equal
+    costs: str = ""  # profile.json of an earlier run, to plan the first order of zb, adaptra or helix from; "": equal costs
     adapt: str = "off"  # on: the order changes during the run, by measured costs | off
     adaptation: Adaptation = field(default_factory=Adaptation)  # how readily
 

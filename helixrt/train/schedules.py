@@ -28,7 +28,7 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
 
     Raises ConfigError for a schedule that is unknown or can not be built, for an unknown way to run it, for
     micro-batches that do not divide the batch, for more chunks than layers, for numbers that the tags of messages
-    can not tell apart, and for costs that cannot be read or are of other stages.
+    can not tell apart, and for costs that cannot be read, are of other stages, or for a policy that does not plan by costs.
     """
     microbatches = config.microbatches
     if config.graphs not in Stages.GRAPHS:

@@ -222,7 +222,7 @@ print("connected")
 
 @pytest.mark.netns  # root, and a mount namespace
 @pytest.mark.parametrize("first", ["run", "exchange"])
-def test_a_name_service_that_does_not_answer_delays_the_first_connection_and_no_more(
+def test_members_connect_though_the_name_service_does_not_answer(
     store_address: str, tmp_path: Path, first: str
 ) -> None:
     """torch asks it for the host name of the store's address, and does not need the answer. `first`: who connects first, the

@@ -41,7 +41,7 @@ def one_process(folder: Path) -> tuple[nn.Module, list[float]]:
     torch.manual_seed(SEED)
     model = module.GPT2LMHeadModel(module.CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    windows = module.text().tensors[0]
+    windows = module.DATA.tensors[0]
     samplers = [StreamSampler(len(windows), 2, replica, shuffle=True, seed=SEED) for replica in range(2)]
     batches = -(-len(samplers[0]) // 4)
     means, parts = [], []

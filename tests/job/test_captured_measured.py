@@ -19,6 +19,7 @@ import helixrt
 from helixrt.compile.whole_model import WholeModel
 from helixrt.engines.captured import CapturedModel
 from helixrt.engines.example_batch import ExampleBatch
+from helixrt.engines.first_order import Planned, planned_by
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import ConfigError
 from helixrt.job import captured
@@ -106,6 +107,16 @@ def test_the_first_order_is_planned_from_the_times_that_were_measured() -> None:
     assert planned is not None and planned.makespan_ms < planned.equal_ms
     assert planned.held == sum(planned.schedule.in_flight) < planned.equal_held == sum(equal.in_flight)
     assert all(now <= before for now, before in zip(planned.schedule.in_flight, equal.in_flight, strict=True))
+
+
+def test_an_order_that_holds_more_than_that_for_equal_times_is_not_taken() -> None:
+    """zb does not ask what memory there is; chunks were balanced for the order for equal times."""
+    times = [taking(1.0), taking(1.0), taking(1.0), taking(6.0)]
+    equal = build("1f1b", 4, 16)  # it holds less than zb's
+    planned = Planned.of("zb", times, equal)
+    assert planned.makespan_ms <= planned.equal_ms and planned.held > planned.equal_held, "else this test shows nothing"
+    options = helixrt.compile(Perceptron(), loss=mse_loss, microbatches=16, schedule="zb").train_step.options
+    assert planned_by(times, options, equal) is None
 
 
 def test_the_order_for_equal_times_stays_without_times_without_a_policy_that_plans_and_with_other_costs(

@@ -105,6 +105,23 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
     made.mend()
 
 
+def test_short_steps_do_not_all_ask_for_failovers(tmp_path: Path) -> None:
+    class Counting:
+        asked = 0
+
+        def newest(self) -> int:
+            self.asked += 1
+            return -1
+
+    store, news = MemoryRunStore(), Counting()
+    replica = Replica(0, Disk(tmp_path), store, last_step=1000, every=1000)
+    replica.orders._failovers = news  # type: ignore[assignment]
+    for step in range(1, 100):
+        replica.now = 0.01 * step
+        assert replica.orders.out_of_turn(CommitRecord(step, step, "", ((0, 0),))) is None
+    assert 15 <= news.asked <= 20
+
+
 def saved_steps(replica: Replica) -> list[int]:
     return [save.record.step for save in replica.told]
 

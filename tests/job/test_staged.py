@@ -21,11 +21,13 @@ from torch.nn.functional import mse_loss
 import helixrt
 from helixrt.engines.staged import StagePlace, Stages
 from helixrt.errors import ConfigError, MisuseError
+from helixrt.job.agreements import agree_on_plan
 from helixrt.job.mesh import Mesh
 from helixrt.job.session import Session
 from helixrt.job.session_host import SessionSettings
 from helixrt.protocol.step.lineage import audit
 from helixrt.record import FlightRecord
+from helixrt.replica.store import MemoryRunStore
 from helixrt.schedule.ir import Op, Operation, Schedule, linear
 from tests.job.lineage_oracle import chain, reported
 from tests.job.session_world import LocalHost, session_with
@@ -284,6 +286,16 @@ def backwards_last_first() -> Schedule:
         return (*forwards, *(replace(forward, op=Op.BW) for forward in reversed(forwards)))
 
     return Schedule("lifo", 2, MICROBATCHES, linear(2), (stage(0), stage(1)))
+
+
+def test_ranks_with_other_loops_or_first_orders_are_told() -> None:
+    store = MemoryRunStore()
+    for _ in range(2):
+        agree_on_plan(store, 10, 1, "ab12")
+    with pytest.raises(MisuseError, match="first order is cd34 here, and ab12 on another rank; .* the same file"):
+        agree_on_plan(store, 10, 1, "cd34")
+    with pytest.raises(MisuseError, match=r"session.steps\(until=11\) here, and until=10 on another replica"):
+        agree_on_plan(store, 11, 1, "ab12")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {

@@ -5,6 +5,7 @@ One cluster serves all tests of this module.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -82,14 +83,16 @@ class Job:
             time.sleep(0.1)
 
 
-def submitted(cluster: Cluster, folder: Path, storage: Path, *arguments: str) -> Job:
-    """`ray job submit --working-dir . -- python train.py`, as docs/guides/ray.md has it, on a host that is no node."""
+def submitted(cluster: Cluster, folder: Path, storage: Path, *arguments: str, **variables: str) -> Job:
+    """`ray job submit --working-dir . -- python train.py`, as docs/guides/ray.md has it, on a host that is no node.
+    `variables`: of the job's environment."""
     program, signs, output = folder / "program", folder / "signs", folder / "output.txt"
     program.mkdir()
     signs.mkdir()
     storage.mkdir(exist_ok=True)
     shutil.copy(Path(__file__).with_name("nodes_script.py"), program / "train.py")
-    command = ["job", "submit", "--working-dir", ".", "--", "python", "train.py", str(storage), str(signs), *arguments]
+    given = ["--runtime-env-json", json.dumps({"env_vars": variables})] if variables else []
+    command = ["job", "submit", "--working-dir", ".", *given, "--", "python", "train.py", str(storage), str(signs), *arguments]
     environment = {**cluster.nodes.environment, "RAY_ADDRESS": cluster.nodes.dashboard}
     with open(output, "w", encoding="utf-8") as log:
         process = cluster.network.run(
@@ -147,3 +150,44 @@ def test_the_others_go_on_without_a_node_that_is_cut_off_and_its_replica_returns
     assert {r for r, i in incarnations(records) if i > 0} == {lost}, "the others were not started again"
     assert all(others <= set(record.summed) for record in records[1:]), "the others took part in every step"
     assert f"ended at step {records[-1].step} of {records[-1].hash}" in said
+
+
+@pytest.mark.slow
+def test_a_run_whose_head_goes_away_goes_on_from_its_checkpoint_in_the_next_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    """The last test of the cluster: it starts another one."""
+    every, storage = 5, tmp_path / "storage"
+    first = submitted(cluster, tmp_path, storage, CHECKPOINT_EVERY=str(every))
+    first.until(lambda: first.step() >= every + 3, "a checkpoint and a few steps")
+    ranks = [int(sign.name.rpartition(".")[2]) for sign in first.signs.glob("r*.process.*")]
+    assert len(ranks) == 3
+
+    cluster.nodes.end(0)
+    code, said = first.ended()
+    assert code != 0, said
+    deadline = time.monotonic() + DEADLINE_S
+    while any(map(lives, ranks)):
+        assert time.monotonic() < deadline, "ranks of other nodes go on without store, membership and driver"
+        time.sleep(0.5)
+    reached = first.step()
+    for host in (1, 2):
+        cluster.nodes.end(host)
+    cluster.nodes.start_all()
+
+    again = tmp_path / "again"
+    again.mkdir()
+    second = submitted(cluster, again, storage, "latest", CHECKPOINT_EVERY=str(every))
+    second.until(lambda: second.records()[-1].life == 1 and second.step() >= reached + every, "steps beyond those of before")
+    (second.signs / "stop").touch()
+    code, said = second.ended()
+    assert code == 0, said
+    records = second.records()
+    found = audit(records)
+    assert found.clean and found.batches == sum(len(record.summed) for record in records)
+    assert [record.step for record in records] == list(range(len(records)))
+    kept = max(record.step for record in records if record.life == 0)
+    assert reached - 2 * every < kept <= reached, "at most what a checkpoint and the writing of it cost is done again"
+    assert f"ended at step {records[-1].step} of {records[-1].hash}" in said
+
+
+def lives(process: int) -> bool:
+    return Path(f"/proc/{process}").exists()

@@ -96,7 +96,7 @@ class CommitRecord:
             step=raw["step"],
             generation=raw["generation"],
             parent=raw["parent"],
-            contributors=tuple(map(tuple, raw["contributors"])),
+            contributors=tuple([(replica, incarnation) for replica, incarnation in raw["contributors"]]),
             positions=dict(zip(map(int, raw["positions"]), raw["positions"].values(), strict=True)),
             run=raw["run"],
             life=raw["life"],
