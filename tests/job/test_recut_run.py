@@ -49,6 +49,7 @@ def trained_plainly(steps: int) -> tuple[nn.Module, list[float]]:
 
 
 @pytest.mark.slow  # two drivers, each with up to two ranks that import torch
+@pytest.mark.grid
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_captured_model_goes_on_over_another_mesh(change: str, tmp_path: Path) -> None:

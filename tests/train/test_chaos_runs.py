@@ -234,6 +234,7 @@ def test_rank_that_fails_otherwise_than_by_a_kill_is_named_and_replaced(kind: st
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != SLOW])
 def test_restarted_replica_that_fails_otherwise_while_it_fetches(kind: str, job: Any, seed: int) -> None:
@@ -295,6 +296,7 @@ def losses(root: Path, until: int) -> dict[int, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("policy", ["zbv", "interleaved", "w", "helix"])
 def test_another_schedule_trains_the_same_and_survives_the_same(policy: str, job: Any, tmp_path: Path) -> None:
     """Two chunks per stage or one, by graphs (all but interleaved) or autograd: up to a kill the losses are those of 1F1B,

@@ -97,6 +97,7 @@ SHAPES = {
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", SHAPES)
 def test_eight_ranks_train_as_two_do_and_survive_a_kill(shape: str, job: Any, tmp_path: Path) -> None:
     """Up to the kill the losses are those of replicas of one rank; then the replica comes back whole."""

@@ -113,6 +113,7 @@ PARTITIONS: dict[str, tuple[Sequence[tuple[int, int]], tuple[str, ...]]] = {
 PAUSES = 2
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("blocked", "settings"), PARTITIONS.values(), ids=PARTITIONS.keys())
 def test_in_a_partial_partition_one_replica_sits_out_until_it_heals(
     network: Network, job: Callable[..., LabJob], blocked: Sequence[tuple[int, int]], settings: Sequence[str]

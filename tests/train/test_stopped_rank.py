@@ -71,6 +71,7 @@ def test_the_others_go_on_and_it_comes_back(job: Job, rank: str) -> None:
 STEP_TIMEOUT_S = 12.0
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("replicas", "stage"), list(itertools.product((1, 2), (0, 1))))
 def test_a_stage_that_is_stopped_for_good_has_its_replica_started_again_and_is_named(
     tmp_path: Path, replicas: int, stage: int
