@@ -284,9 +284,10 @@ class Driver:
     def _attach(self, standing: Standing) -> None:
         """Say what happened without a driver, and go on from there."""
         absence = absence_of(self.store, self.seen.head.step, time.time())
-        self.output.say(f"attached to run {self.run_.name}: {absence}")
+        told = absence.told(bool(standing.alive))
+        self.output.say(f"attached to run {self.run_.name}: {told}")
         self.output.attached(absence, [entry for entry in self.seen.entries if entry.step > absence.first])
-        self.controller.take_over(standing.state, standing.alive, str(absence))
+        self.controller.take_over(standing.state, standing.alive, told)
 
     def _lived(self, event: LifeEvent) -> None:
         self.output.life(event)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from helixrt.errors import Cause, ConfigError, Fatal, HelixError
 from helixrt.job.keeper import FILE, LOCK_FILE, SECRET_FILE, KeeperOrder, KeptRun
+from helixrt.job.launch_orders import ENDING_KEY
 from helixrt.job.launchers import is_named, module_of
 from helixrt.job.machine import boot_identity
 from helixrt.job.run_lock import is_locked
@@ -163,15 +164,15 @@ def keeper_lives(folder: Path) -> bool:
 
 def is_lost(folder: Path, kept: KeptRun) -> bool:
     """Whether the run's keeper has ended and can be started again: on this machine, and since it was last started, so that the
-    journal of its store is whole. Rank actors on other nodes of a Ray cluster may live a little longer than their keeper: they
-    are over all the same, since the store says that they have ended."""
+    journal of its store is whole; and it was not ending the run. Rank actors on other nodes of a Ray cluster may live a little
+    longer than their keeper: they are over all the same, since the store says that they have ended."""
     if keeper_lives(folder):
         return False
     try:
-        replay((folder / FOLDER / JOURNAL).read_bytes(), Identity(kept.run, kept.life, boot_identity()))
+        values, _ = replay((folder / FOLDER / JOURNAL).read_bytes(), Identity(kept.run, kept.life, boot_identity()))
     except (OSError, Refused):
         return False
-    return True
+    return ENDING_KEY not in values
 
 
 class KeeperWatch:

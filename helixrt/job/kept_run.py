@@ -126,10 +126,12 @@ class Absence:
     last: int
     still_s: float
 
-    def __str__(self) -> str:
+    def told(self, ranks_live: bool) -> str:
+        """For the console. `ranks_live`: some are there that hold the run's state."""
+        outcome = "no step is lost" if ranks_live else "and have ended, so steps after the newest checkpoint may be done again"
         return (
             f"{self.away_s:.1f} s without a driver; the ranks went from step {self.first} to step {self.last}, "
-            f"no step is lost; longest time without progress {self.still_s:.1f} s"
+            f"{outcome}; longest time without progress {self.still_s:.1f} s"
         )
 
 

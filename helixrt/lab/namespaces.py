@@ -186,9 +186,11 @@ def _signal_and_wait(handles: dict[int, int], number: signal.Signals, wait_s: fl
             os.close(handle)
 
 
-def end_processes(names: Sequence[str]) -> None:
-    """End every process in the namespaces, and those they start meanwhile. NetworkError when one stays."""
-    _signal_and_wait(_handles(names), signal.SIGTERM, END_S)
+def end_processes(names: Sequence[str], at_once: bool = False) -> None:
+    """End every process in the namespaces, and those they start meanwhile; `at_once`: without the time to end by themselves.
+    NetworkError when one stays."""
+    if not at_once:
+        _signal_and_wait(_handles(names), signal.SIGTERM, END_S)
     until = time.monotonic() + KILL_S
     while handles := _handles(names):
         if time.monotonic() > until:

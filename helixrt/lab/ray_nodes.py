@@ -160,9 +160,9 @@ class RayNodes:
                 raise NetworkError(f"the Ray node of host {host} {how}; its log is {self._log(host)}")
             time.sleep(0.1)
 
-    def end(self, host: int) -> None:
-        """End everything that runs on a host, as a machine that goes down does."""
-        namespaces.end_processes([self.network.namespace(host)])
+    def end(self, host: int, at_once: bool = False) -> None:
+        """End everything that runs on a host, as a machine that goes down does; `at_once`: as one without power does."""
+        namespaces.end_processes([self.network.namespace(host)], at_once)
         process = self._processes.pop(host, None)
         if process is not None:
             process.wait(namespaces.KILL_S)

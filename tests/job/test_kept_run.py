@@ -626,7 +626,10 @@ def test_the_absence_of_a_driver_is_told_with_the_longest_time_without_a_record(
     store.set(UNATTENDED_KEY, progress.unattended(20.0).to_json())
     found = absence_of(store, 5, 120.0)
     assert found == Absence(8.5, 2, 5, 6.0)
-    assert str(found).startswith("8.5 s without a driver; the ranks went from step 2 to step 5, no step is lost; longest time")
+    told = "8.5 s without a driver; the ranks went from step 2 to step 5, "
+    assert found.told(True) == told + "no step is lost; longest time without progress 6.0 s"
+    ended = "and have ended, so steps after the newest checkpoint may be done again; longest time"
+    assert found.told(False).startswith(told + ended)
 
 
 def test_runs_on_ray_have_a_keeper_by_default() -> None:
