@@ -206,8 +206,8 @@ from helixrt.collectives.ftar import FtarExchange
 from helixrt.replica.store import TcpRunStore
 from tests.collectives.queue_endpoint import Hub
 silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-silent.bind(("127.0.0.99", 53))
-address, first = sys.argv[1:]
+server, address, first = sys.argv[1:]
+silent.bind((server, 53))
 if first == "run":
     TcpRunStore(address).set("a", "b")
 hub = Hub()
@@ -227,10 +227,11 @@ def test_members_connect_though_the_name_service_does_not_answer(
 ) -> None:
     """torch asks it for the host name of the store's address, and does not need the answer. `first`: who connects first, the
     run's store or the exchange."""
-    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.99\n")
+    server = f"127.53.{os.getpid() >> 8 & 255}.{1 + os.getpid() % 250}"  # for this process alone
+    (tmp_path / "resolv.conf").write_text(f"nameserver {server}\n")
     mounted = f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf && exec \"$@\""
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-c", MEET, store_address, first],
+        ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-c", MEET, server, store_address, first],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -150,6 +152,62 @@ def test_the_others_go_on_without_a_node_that_is_cut_off_and_its_replica_returns
     assert {r for r, i in incarnations(records) if i > 0} == {lost}, "the others were not started again"
     assert all(others <= set(record.summed) for record in records[1:]), "the others took part in every step"
     assert f"ended at step {records[-1].step} of {records[-1].hash}" in said
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_is_followed_by_another_and_no_step_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    first = submitted(cluster, tmp_path, tmp_path / "storage")
+    first.until(lambda: first.step() >= 5 and len(list(first.signs.glob("*.on.*"))) == 3, "a step of all replicas")
+    (driver,) = first.signs.glob("driver.process.*")
+    os.kill(int(driver.name.rpartition(".")[2]), signal.SIGKILL)
+    code, said = first.ended()
+    assert code != 0, said
+    alone, deadline = first.step(), time.monotonic() + DEADLINE_S
+    while first.step() < alone + 10:
+        assert time.monotonic() < deadline, "the ranks do not go on without a driver"
+        time.sleep(0.1)
+
+    again = tmp_path / "again"
+    again.mkdir()
+    second = submitted(cluster, again, tmp_path / "storage", "latest")
+    second.until(lambda: "attached to run" in second.output.read_text(), "the second driver")
+    (first.signs / "stop").touch()
+    code, said = second.ended()
+    assert code == 0, said
+    told = re.search(
+        r"([0-9.]+) s without a driver; the ranks went from step (\d+) to step (\d+), no step is lost; "
+        r"longest time without progress ([0-9.]+) s",
+        said,
+    )
+    assert told is not None, said
+    away_s, before, after, still_s = map(float, told.groups())
+    assert 0 < still_s < away_s and before + 10 <= after
+    records = second.records()
+    found = audit(records)
+    assert found.clean and found.batches == sum(len(record.summed) for record in records)
+    assert incarnations(records) == {(0, 0), (1, 0), (2, 0)}, "no rank was started again"
+
+
+@pytest.mark.slow
+def test_a_submitter_that_is_cut_off_follows_its_job_to_the_end(cluster: Cluster, tmp_path: Path) -> None:
+    """`helixrt.train.submit` on a host that is no node, whose network goes away for a while."""
+    output, steps = tmp_path / "output.txt", 600
+    command = ["-m", "helixrt.train.submit", "+experiment=solo", f"steps={steps}", f"output.root={tmp_path / 'runs'}"]
+    environment = {**cluster.nodes.environment, "RAY_ADDRESS": cluster.nodes.dashboard}
+    with open(output, "w", encoding="utf-8") as log:
+        process = cluster.network.run(
+            OUTSIDE, [sys.executable, *command], environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, text=True
+        )
+    job = Job(process, tmp_path / "runs", tmp_path, output)
+    job.until(lambda: f"/{steps}" in output.read_text(), "a line of the job's output")
+    cluster.network.cut(OUTSIDE)
+    shown, step = output.read_text(), job.step()
+    job.until(lambda: job.step() >= step + 50, "fifty steps meanwhile")
+    assert output.read_text() == shown
+    cluster.network.restore(OUTSIDE)
+    code, said = job.ended()
+    assert code == 0, said
+    assert f"step {steps}/{steps}" in said and f"data: {steps} batches, 0 gaps, 0 repeats" in said
 
 
 @pytest.mark.slow
