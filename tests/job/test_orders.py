@@ -30,6 +30,7 @@ from helixrt.schedule.ir import Entry, Op, Operation, Schedule
 
 ZB = build("zb", 4, 12)
 DEADLINE_S = 60.0
+JUDGED_S = 5.0  # for the adapter to look at a step's costs; a step that a report came before is not looked at
 
 
 class NoGraphs:
@@ -164,7 +165,7 @@ class Replica:
             self.news = measured(self.step, delay_ms)
             for rank in self.ranks:
                 self.adapter.measured(rank, self.step)
-            self.judged.acquire(timeout=DEADLINE_S)  # else the adapter might see nothing but the costs of a later step
+            self.judged.acquire(timeout=JUDGED_S)  # else the adapter might see nothing but the costs of a later step
 
     def prepare(self, order: str, rehearsal: bool) -> None:
         if rehearsal:
