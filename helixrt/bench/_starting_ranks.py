@@ -198,7 +198,7 @@ def _forked(replica: int, ranks: int, told: int, tell: int) -> int:
         os.close(told)
         os.close(order)
         address = os.read(reading, 1000).decode()
-        store = CountedRunStore(TcpRunStore(address, LIMIT_S))
+        store = CountedRunStore(TcpRunStore(address, LIMIT_S, LIMIT_S))
         signal.alarm(int(LIMIT_S))  # ends it
         quorum_s, connected_s, members = _begin(replica, store, ranks, address)
         word: dict[str, Any] = {"quorum_s": quorum_s, "connected_s": connected_s, "members": members}

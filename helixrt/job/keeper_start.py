@@ -193,7 +193,7 @@ class KeeperWatch:
                 gone = 0 if kept is None or keeper_lives(self._folder) else gone + 1
                 if kept is None or not is_lost(self._folder, kept):
                     if kept is not None and gone == _GONE:
-                        why = "its store's journal is damaged, or of another machine or start of this one"
+                        why = "it was ending the run, or its journal is damaged, or of another machine or start of this one"
                         tell(f"the keeper of the run ({kept.where}) has ended, and cannot be started again here: {why}")
                     continue
                 lost_s = [at for at in lost_s if time.monotonic() - at < WITHIN_S] + [time.monotonic()]

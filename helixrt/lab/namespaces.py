@@ -187,8 +187,8 @@ def _signal_and_wait(handles: dict[int, int], number: signal.Signals, wait_s: fl
 
 
 def end_processes(names: Sequence[str], at_once: bool = False) -> None:
-    """End every process in the namespaces, and those they start meanwhile; `at_once`: without the time to end by themselves.
-    NetworkError when one stays."""
+    """End every process in the namespaces, and those they start meanwhile, by SIGTERM and then SIGKILL; `at_once`: by SIGKILL
+    alone. Raises NetworkError when one stays."""
     if not at_once:
         _signal_and_wait(_handles(names), signal.SIGTERM, END_S)
     until = time.monotonic() + KILL_S

@@ -36,6 +36,7 @@ from helixrt.job.kept_run import Absence, KeptServices, absence_of, living, stan
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
     DONE_KEY,
+    ENDING_KEY,
     UNATTENDED_KEY,
     Close,
     KeptLauncher,
@@ -46,6 +47,7 @@ from helixrt.job.launch_orders import (
     order_text,
 )
 from helixrt.job.lineage_files import read_lineage
+from helixrt.job.machine import boot_identity
 from helixrt.job.policies import CONFIG_EXIT, Phase
 from helixrt.job.rank_context import check_folder
 from helixrt.job.ray_run import Reserved
@@ -53,6 +55,7 @@ from helixrt.job.run_lock import RunLock
 from helixrt.job.services import rank_launcher
 from helixrt.job.session_rank import run_rank
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit
+from helixrt.protocol.store_journal import Identity, written_anew
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
 from helixrt.replica.run_keys import done_key, leave_key, running_key
 from helixrt.replica.store import MemoryRunStore
@@ -637,6 +640,16 @@ def test_runs_on_ray_have_a_keeper_by_default() -> None:
     assert (
         away_s(JobConfig(launcher="ray", driver_away_s=0)) == 0 and away_s(JobConfig(launcher="local", driver_away_s=30)) == 30
     )
+
+
+@pytest.mark.parametrize("ending", [False, True])
+def test_a_lost_keeper_is_started_again_unless_it_was_ending_the_run(ending: bool, tmp_path: Path) -> None:
+    values = {"launch/carried": "3"} | ({ENDING_KEY: "yes"} if ending else {})
+    kept: Any = SimpleNamespace(run="run", life=2)
+    (tmp_path / keeper_start.FOLDER).mkdir()
+    journal = written_anew(Identity("run", 2, boot_identity()), values)
+    (tmp_path / keeper_start.FOLDER / keeper_start.JOURNAL).write_bytes(journal)
+    assert keeper_start.is_lost(tmp_path, kept) is not ending
 
 
 def test_a_run_without_living_ranks_cannot_be_attached_to(tmp_path: Path) -> None:

@@ -76,9 +76,8 @@ def test_durations_are_those_of_the_device_and_nothing_is_waited_for(seed: int) 
             simulated.now_s += 1e-4
             simulated.work(rng.uniform(0.001, 0.05))
             if number == 1:
-                simulated.now_s = (
-                    max(simulated.now_s, simulated.free_s) + 0.005
-                )  # a busy host: the device is idle before the end
+                # a busy host: the device is idle before the end
+                simulated.now_s = max(simulated.now_s, simulated.free_s) + 0.005
             before_s = simulated.now_s
             times.end(begun, entry)
             times.write_passed()

@@ -73,6 +73,13 @@ class Job:
         entries = read_lineage(self.folder() / "lineage") if list(self.storage.glob("*/*/run.json")) else []
         return Log(entries).chain() if entries else []
 
+    def audited(self) -> list[CommitRecord]:
+        """Its records, once it has ended: every batch is in them once."""
+        records = self.records()
+        found = audit(records)
+        assert found.clean and found.batches == sum(len(record.summed) for record in records)
+        return records
+
     def step(self) -> int:
         records = self.records()
         return records[-1].step if records else 0
@@ -144,9 +151,7 @@ def test_the_others_go_on_without_a_node_that_is_cut_off_and_its_replica_returns
     (job.signs / "stop").touch()
     code, said = job.ended()
     assert code == 0, said
-    records = job.records()
-    found = audit(records)
-    assert found.clean and found.batches == sum(len(record.summed) for record in records)
+    records = job.audited()
     others = {replica for replica in range(3) if replica != lost}
     assert {r for r, i in incarnations(records) if i == 0} == {0, 1, 2}
     assert {r for r, i in incarnations(records) if i > 0} == {lost}, "the others were not started again"
@@ -182,9 +187,7 @@ def test_a_driver_that_is_killed_is_followed_by_another_and_no_step_is_lost(clus
     assert told is not None, said
     away_s, before, after, still_s = map(float, told.groups())
     assert 0 < still_s < away_s and before + 10 <= after
-    records = second.records()
-    found = audit(records)
-    assert found.clean and found.batches == sum(len(record.summed) for record in records)
+    records = second.audited()
     assert incarnations(records) == {(0, 0), (1, 0), (2, 0)}, "no rank was started again"
 
 
@@ -244,9 +247,7 @@ def test_a_run_whose_head_goes_away_goes_on_from_its_checkpoint_in_the_next_clus
         (job.signs / "stop").touch()
     code, said = second.ended()
     assert code == 0, said
-    records = second.records()
-    found = audit(records)
-    assert found.clean and found.batches == sum(len(record.summed) for record in records)
+    records = second.audited()
     assert [record.step for record in records] == list(range(len(records)))
     kept = max(record.step for record in records if of_before(record))
     assert reached - 2 * every < kept < reached, "what came after the newest checkpoint is done again"
