@@ -4,7 +4,8 @@ In: a captured joint graph. Out: the same with each random operator replaced by 
 call, from the INPUT `SEED` and from the operator's number among those of the whole graph. Nothing is drawn from the
 process's generators, so operators may run in any order and on any rank: dropout is the same for every number of chunks,
 every schedule, and pairs of strands need not keep an order. What regions of activation checkpointing compute again has the
-number of the operator that it repeats.
+number of the operator that it repeats. Where ranks share a model or a batch, operators on equal values draw equal numbers, and
+those on a rank's own values (`own_values`: its heads, its positions) draw numbers of its own.
 
 The numbers are those of the operator after `torch.manual_seed(mixed(seed, number))`.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from helixrt.passes import nodes
 from helixrt.passes.aot_private import place_of
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.nodes import Origin, set_origin
+from helixrt.passes.own_values import Axis, number_of, own_values
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.replay import LIBRARY, random_state, replayed_operator, set_state, state_of
 from helixrt.passes.rewriter import GraphRewriter
@@ -31,6 +34,7 @@ from helixrt.passes.verify import verify
 
 SEED = Port(Role.INPUT, "<seed>")  # an int64 scalar on the processor
 ORDER = "random_order"  # the name of the argument that has an operator's number
+OWN = 1 << 24  # between the numbers of an operator on ranks that draw their own; above that of operators in a graph
 
 
 def seed_of(*numbers: int) -> torch.Tensor:
@@ -45,17 +49,19 @@ def mixed(seed: int, order: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def seeded(joint: Part) -> Part:
-    """The part with random operators that draw from `SEED`; the same part where there are none.
+def seeded(joint: Part, axes: Sequence[Axis] = ()) -> Part:
+    """The part with random operators that draw from `SEED`; the same part where there are none. `axes`: over which ranks share
+    the model or the batch.
 
     Raises CaptureError for a random operator that runs a graph of its own.
     """
     if not any(map(nodes.is_random, joint.graph.nodes)):
         return joint
+    own = own_values(joint, axes) if axes else {}
     began = time.perf_counter()
     rewriter = GraphRewriter(whose="seeding")
     numbers: dict[fx.Node, int] = {}  # by the node of a state: the number of the operator that draws from it first
-    seed, count = None, 0
+    seed, count, before = None, 0, list[fx.Node]()
     for node in joint.graph.nodes:
         if seed is None and node.op != "placeholder":
             seed = rewriter.graph.placeholder("random_seed")
@@ -63,14 +69,17 @@ def seeded(joint: Part) -> Part:
             set_origin(seed, Origin(source=seed.name))
         again = replayed_operator(node.target)
         if node.target is random_state:
-            numbers[node] = count  # it stands right before the operator that it is the state for
+            before.append(node)  # it stands right before the operator that it is the state for
         elif again is not None:
             _draw(rewriter, node, again, seed, numbers[node.args[0]], node.args[2:])
         elif nodes.is_random(node):
             if not isinstance(node.target, torch._ops.OpOverload):
                 reason = f"random numbers are drawn inside {node.target}, which runs a graph of its own"
                 raise CaptureError(place_of(node) or str(node), reason, "draw them outside of it, or train with pp=1")
-            _draw(rewriter, node, node.target, seed, count, node.args)
+            number = count + OWN * number_of(axes, own.get(node, ()))
+            numbers |= dict.fromkeys(before, number)
+            before.clear()
+            _draw(rewriter, node, node.target, seed, number, node.args)
             count += 1
         else:
             rewriter.copy(node)

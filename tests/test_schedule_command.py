@@ -214,6 +214,8 @@ def test_wrong_arguments_are_one_line(arguments: list[str], line: str, capsys: p
             "memory[0]=2.0: no schedule fits; the smallest",
         ),
         ({**PROFILE, "microbatches": 0}, " microbatches=0: must be a whole number"),
+        ({**PROFILE, "pair_factor": 0}, " pair_factor=0: must be a number above 0"),
+        ({**PROFILE, "pair_factor": [0.8]}, " pair_factor=[0.8]: must be a number above 0"),
         ({**PROFILE, "f": [1, 1, 1, 10**400]}, " f[3]=10000000000000000000...: must be at most 1e+15"),
         ({**PROFILE, "speed": 1}, "has 'speed'; it may have f, b, w"),
         ({"f": [1], "b": [1]}, "lacks 'w'"),

@@ -22,7 +22,9 @@ from helixrt.passes.autocast import autocast_to, without_autocast
 from helixrt.passes.chunk_times import ChunkTimes
 from helixrt.passes.cut import cut
 from helixrt.passes.cut_model import CutModel
+from helixrt.passes.own_values import Axis
 from helixrt.passes.parts import Part
+from helixrt.passes.seeding import seeded
 from helixrt.passes.uncut import uncut
 from helixrt.passes.unit_costs import balanced, chunk_times
 from helixrt.passes.units import units
@@ -37,7 +39,7 @@ class WholeModel:
     """`device` is the one that the graphs run on, `autocast` the type that forward and loss run under autocast to (None: they
     run in the types of parameters and arguments). `times` gives those by which chunks are balanced for a schedule, in place of
     estimates, where there are any. `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it
-    in the same way: it is given the first units of later chunks."""
+    in the same way: it is given the first units of later chunks. `axes`: over which ranks share the model or a batch."""
 
     def __init__(
         self,
@@ -49,8 +51,10 @@ class WholeModel:
         times: Times | None = None,
         agreed: Agreed = tuple,
         limit_bytes: float = math.inf,
+        axes: Sequence[Axis] = (),
     ) -> None:
         self.model, self.loss, self.device, self.autocast = model, loss, device, autocast
+        self._axes = axes
         self._times, self._agreed, self._limit_bytes = times, agreed, limit_bytes
         self.args, self.kwargs, self.target = shapes_of(call)
         self.chunk_times: tuple[ChunkTimes, ...] | None = None  # once it is cut, where the chunks were balanced by `times`
@@ -101,7 +105,8 @@ class WholeModel:
     def _captured(self, call: Call) -> Part:
         args, kwargs, target = call
         with without_autocast(), autocast_to(self.autocast, self.device):
-            return capture_whole(self.model, args, kwargs, loss=self.loss, target=target, device=self.device)
+            joint = capture_whole(self.model, args, kwargs, loss=self.loss, target=target, device=self.device)
+        return seeded(joint, self._axes)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ from helixrt.parallel.group import Group
 from helixrt.passes.agree import agree_on
 from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.errors import CaptureError
+from helixrt.passes.own_values import Axis
 from helixrt.passes.parts import Port, Role
 from helixrt.passes.profile import Mode as Profile
 from helixrt.pipeline.held import Values
@@ -114,6 +115,7 @@ class CapturedModel(PipelinedModel):
                 times=measured,
                 agreed=self._agreed,
                 limit_bytes=limit,
+                axes=self._axes(),
             )
             self._cut = self._whole.cut(self._schedule, options.cuts)
             if self._context is not None:
@@ -142,6 +144,15 @@ class CapturedModel(PipelinedModel):
     def cut(self) -> CutModel:
         """The whole model's."""
         return self._cut
+
+    def _axes(self) -> list[Axis]:
+        """Over which the ranks of this stage share the model or its batches."""
+        mesh, found = self.place.mesh, list[Axis]()
+        if (tp := Group.of(mesh.group("tp"))) is not None and self._over is not None:
+            found.append(Axis(tp.name, tp.rank, tp.size, self._over.has_part))
+        if (cp := Group.of(mesh.group("cp"))) is not None:
+            found.append(Axis(cp.name, cp.rank, cp.size, lambda port: port.role in (Role.INPUT, Role.TARGET)))
+        return found
 
     def _agreed(self, starts: Sequence[int]) -> Sequence[int]:
         mesh = self.place.mesh

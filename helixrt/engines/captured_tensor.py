@@ -30,6 +30,7 @@ from helixrt.engines.tensor_plan import TensorPlan, apply_plan
 from helixrt.errors import MisuseError
 from helixrt.passes.agree import broadcast
 from helixrt.passes.cut_model import CutModel
+from helixrt.passes.parts import Port, Role
 from helixrt.passes.pieces import Piece, piece_of
 from helixrt.replica.portions import parts_of
 
@@ -46,6 +47,10 @@ class TensorCut:
     model: nn.Module
     pieces: Mapping[str, Piece]
     terms: frozenset[str]
+
+    def has_part(self, port: Port) -> bool:
+        """Whether this port is a parameter or buffer of which this rank has a part."""
+        return port.role in (Role.PARAMETER, Role.BUFFER) and port.name in self.pieces
 
 
 @dataclass(frozen=True)

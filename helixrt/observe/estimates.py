@@ -187,7 +187,7 @@ def _placed(costs: Costs, placement: Sequence[int] | None) -> Costs:
 
 
 def _merged(costs: Costs) -> Costs:
-    """All chunks of a stage as one; pairs of them do not fit."""
+    """All chunks of a stage as one; of its pairs their mean factor stays."""
 
     def total(values: Sequence[float]) -> tuple[float, ...]:
         sums = [0.0] * costs.stages
@@ -203,5 +203,6 @@ def _merged(costs: Costs) -> Costs:
         weight=total(costs.weight),
         activation=total(costs.activation),
         kept=total(costs.kept),
+        pair_factor=costs.mean_pair_factor,
         pair_ms={},
     )

@@ -62,9 +62,11 @@ def observed(events: Iterable[Event], until: int | None = None) -> list[Observed
 
 
 def profile(measured: MeasuredCosts) -> dict[str, Any]:
-    """Costs per stage, those of a stage's chunks added up. Raises ConfigError for times that were not measured."""
+    """Costs per stage, those of a stage's chunks added up, and the mean factor of pairs, if there were any. Raises ConfigError
+    for times that were not measured."""
     costs = measured.costs(linear(measured.stages))
     neighbours = [((stage, stage + 1), (stage + 1, stage)) for stage in range(costs.stages - 1)]
+    pairs = {} if costs.pair_factor == 1.0 else {"pair_factor": costs.pair_factor}
     return {
         "stages": costs.stages,
         "microbatches": measured.microbatches,
@@ -73,6 +75,7 @@ def profile(measured: MeasuredCosts) -> dict[str, Any]:
         "w": list(costs.weight),
         "delay": [[costs.link(*way).delay_ms for way in ways] for ways in neighbours],
         "wire": [[costs.link(*way).wire_ms for way in ways] for ways in neighbours],
+        **pairs,
     }
 
 

@@ -109,11 +109,20 @@ class Costs:
             return self.backward[chunk]
         return self.weight[chunk] if entry.op is Op.W else self.backward[chunk] + self.weight[chunk]
 
+    @property
+    def mean_pair_factor(self) -> float:
+        """The time of all measured pairs, as a factor of their operations one after the other; `pair_factor` without any."""
+        apart = [
+            self.duration_ms(Operation(Op.F, forward, 0)) + self.duration_ms(Operation(op, backward, 0))
+            for forward, op, backward in self.pair_ms
+        ]
+        return sum(self.pair_ms.values()) / sum(apart) if sum(apart) > 0 else self.pair_factor
+
     def split(self, placement: Sequence[int]) -> Costs:
         """The same model in more chunks: each stage's time and activations shared evenly by its chunks.
 
-        Only for linear costs (one chunk per stage). Links and caps stay; measured pairs do not, since they
-        were of whole stages.
+        Only for linear costs (one chunk per stage). Links and caps stay; of measured pairs, which were of whole stages, their
+        `mean_pair_factor` does.
         """
         if self.placement != linear(self.stages):
             raise ConfigError("costs.placement", self.placement, "only costs of one chunk per stage can be split")
@@ -132,6 +141,7 @@ class Costs:
             weight=cut(self.weight),
             activation=cut(self.activation),
             kept=cut(self.kept),
+            pair_factor=self.mean_pair_factor,
             pair_ms={},
         )
 

@@ -36,10 +36,12 @@ from helixrt.record import FlightRecord
 from helixrt.replica.rank import WorkOrder
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Entry, Op, Operation, ScheduleError
+from tests.job.drawn import Divided, Drawn, nowhere
 from tests.job.session_world import LocalHost, session_with
 
 WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 4, 3
 VOCABULARY, LENGTH = 19, 5
+SEED = 5
 
 Batches = list[tuple[tuple[Any, ...], dict[str, Any], Any]]  # positional arguments, keywords, target
 
@@ -205,7 +207,7 @@ def trained(
 ) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """This stage's state, and (loss, norm) of each step."""
     over = host.place.mesh
-    session = session_with(host, seed=5, mesh=Mesh(pp=host.place.stages, cp=over.size("cp"), tp=over.size("tp")))
+    session = session_with(host, seed=SEED, mesh=Mesh(pp=host.place.stages, cp=over.size("cp"), tp=over.size("tp")))
     args, kwargs, target = batches[0]
     example = helixrt.ExampleBatch(*args, target=target, **kwargs)
     compiled = helixrt.compile(model, loss=loss, microbatches=MICROBATCHES, **options)
@@ -224,27 +226,28 @@ def trained(
 
 
 def plain(
-    model: nn.Module, loss: Any, batches: Batches, autocast: torch.dtype | None = None
+    model: nn.Module, loss: Any, batches: Batches, autocast: torch.dtype | None = None, divided: Divided = nowhere
 ) -> tuple[dict[str, torch.Tensor], list[Any], float]:
-    """The same by autograd on one process; the last is the loss in evaluation mode."""
+    """The same by autograd on one process, which drops what ranks drop that have parts as `divided` says; the last is the loss
+    in evaluation mode."""
     both = nn.ModuleDict({"loss": loss} if isinstance(loss, nn.Module) else {})
     parameters = [*model.parameters(), *both.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
-    def losses(batch: Any) -> list[torch.Tensor]:
-        args, kwargs, target = batch
+    def losses(position: int) -> list[torch.Tensor]:
+        args, kwargs, target = batches[position]
         found = []
         for at in range(MICROBATCHES):
             part = slice(at * BATCH // MICROBATCHES, (at + 1) * BATCH // MICROBATCHES)
-            with autocast_to(autocast, "cpu"):
+            with autocast_to(autocast, "cpu"), Drawn(SEED, position, at, divided):
                 output = model(*(x[part] for x in args), **{name: x[part] for name, x in kwargs.items()})
                 found.append(output.loss if loss is None else loss(output, target[part]))
         return found
 
     figures = []
-    for batch in batches:
+    for position in range(len(batches)):
         optimizer.zero_grad()
-        found = losses(batch)
+        found = losses(position)
         for each in found:
             (each / MICROBATCHES).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
@@ -252,7 +255,7 @@ def plain(
         optimizer.step()
     model.eval()
     with torch.no_grad():
-        validated = sum(each.item() for each in losses(batches[0])) / MICROBATCHES
+        validated = sum(each.item() for each in losses(0)) / MICROBATCHES
     return {**model.state_dict(), **both.state_dict()}, figures, validated
 
 

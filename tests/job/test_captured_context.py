@@ -21,6 +21,7 @@ from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
 from helixrt.passes.errors import CaptureError
+from tests.job.drawn import over_positions
 from tests.job.session_world import session_with
 from tests.job.test_captured import BATCH, MICROBATCHES, STEPS, Batches, StageHost, plain, trained
 from tests.job.test_captured_ranks import SMALL, VOCABULARY, whole
@@ -192,13 +193,14 @@ def weights(host: StageHost) -> None:
 
 
 def dropout(host: StageHost) -> None:
-    """Of hidden states, the same again for the same seed. A plain loop draws other numbers."""
-    states, losses = zip(
-        *(trained(host, model_of(gpt2, resid_pdrop=p), next_token, batches()) for p in (0.2, 0.2, 0)), strict=True
-    )
-    assert losses[0] == losses[1] and all(torch.equal(states[1][key], each) for key, each in states[0].items())
-    assert all(a != b for (a, _), (b, _) in zip(losses[0], losses[2], strict=True)), "something was dropped"
-    assert [a for a, _ in losses[0]] == pytest.approx([b for b, _ in losses[2]], rel=0.3)
+    """Of hidden states: each rank drops its own of its positions, as the oracle does of whole sequences."""
+    cp = host.place.mesh.size("cp")
+    state, found = trained(host, model_of(gpt2, resid_pdrop=0.2, embd_pdrop=0.1), next_token, batches())
+    model = model_of(gpt2, resid_pdrop=0.2, embd_pdrop=0.1)
+    expected, figures, _ = plain(model, next_token, batches(), divided=over_positions(cp))
+    assert found == [(pytest.approx(a, rel=1e-10), pytest.approx(b, rel=1e-10)) for a, b in figures]
+    for key, part in state.items():
+        torch.testing.assert_close(part, expected[key], rtol=0, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def bfloat16(host: StageHost) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from helixrt import cli
 from helixrt.observe.run_costs import observed, profile
 from helixrt.record import JsonLinesSink
 from helixrt.schedule.costs import uniform, with_delays
+from helixrt.schedule.exchange.profile import read
 from helixrt.schedule.generators import policies
+from helixrt.schedule.ir import Pair
+from helixrt.schedule.simulate import makespan_ms
 from tests.observe.measured_world import World
 
 TRUE = with_delays(uniform(3, 10.0, 12.0, 8.0), {(0, 1): 1.0, (1, 0): 1.0, (1, 2): 1.0, (2, 1): 1.0})
@@ -85,6 +89,19 @@ def test_a_profile_adds_up_the_chunks_of_a_stage() -> None:
     made = profile(found.measured)
     assert made["f"] == pytest.approx(TRUE.forward, rel=0.03) and made["stages"] == 3
     assert [ways[0] for ways in made["delay"]] == pytest.approx([1.0, 1.0], abs=0.2)
+
+
+def test_a_profile_has_the_mean_factor_of_pairs_and_a_job_plans_pairs_from_it() -> None:
+    true = replace(policies.costs_for("dualpipev", uniform(4, 10.0, 12.0, 8.0)), pair_factor=0.7)
+    (found,) = observed(World(policies.build("dualpipev", true, 12), lambda step: true, one_host=True).events(8))
+    text = json.dumps(profile(found.measured))
+    assert json.loads(text)["pair_factor"] == pytest.approx(0.7, rel=0.02)
+    costs = read(text, "costs", "profile.json").costs
+    apart = replace(costs, pair_factor=1.0)
+    planned, without = (policies.build("helix", each, 12) for each in (costs, apart))
+    pairs = [entry for line in planned.entries for entry in line if isinstance(entry, Pair)]
+    assert pairs and makespan_ms(planned, costs) < 0.9 * makespan_ms(without, costs)
+    assert "pair_factor" not in profile(observed(world().events(14))[0].measured)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 In: `{"f": [..], "b": [..], "w": [..]}`, one time in ms per stage, and as far as they are known `stages`, `microbatches`,
 `delay` and `wire` ([[forward, backward], ..] in ms, one pair per link between neighbours), `memory` (null is no cap),
-`activation` and `kept` in any one unit. Out: a `Profile`, or a ConfigError that names the place in the file.
+`activation` and `kept` in any one unit, `pair_factor` as in `Costs`. Out: a `Profile`, or a ConfigError that names the place in
+the file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from helixrt.errors import ConfigError
 from helixrt.schedule.costs import LARGEST, Costs, Link
 from helixrt.schedule.ir import linear
 
-_REQUIRED, _OPTIONAL = ("f", "b", "w"), ("stages", "microbatches", "delay", "wire", "memory", "activation", "kept")
+_REQUIRED = ("f", "b", "w")
+_OPTIONAL = ("stages", "microbatches", "delay", "wire", "memory", "activation", "kept", "pair_factor")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def read(text: str, key: str, path: str) -> Profile:
         activation=lists.get("activation", ()),
         kept=lists.get("kept", ()),
         memory=_list(path, "memory", memory, stages) if memory is not None else (),
+        pair_factor=_factor(f"{path} pair_factor", found.get("pair_factor", 1)),
     )
     count = _json_whole(f"{path} microbatches", found["microbatches"]) if "microbatches" in found else None
     return Profile(costs, count)
@@ -71,6 +74,12 @@ def _list(path: str, key: str, values: object, stages: int) -> tuple[float, ...]
         if LARGEST < value < math.inf:  # asked before it becomes a float: whole numbers in JSON have no end
             raise ConfigError(f"{path} {key}[{stage}]", _short(value), f"must be at most {LARGEST:g}")
     return tuple(map(float, values))
+
+
+def _factor(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
+        raise ConfigError(key, _short(json.dumps(value)), f"must be a number above 0, at most {LARGEST:g}")
+    return float(value)
 
 
 def _short(value: object, most: int = 20) -> str:
