@@ -9,6 +9,7 @@ that asks the store goes through `in_time`.
 from __future__ import annotations
 
 import secrets
+import socket
 import struct
 import threading
 import time
@@ -26,6 +27,8 @@ from helixrt.errors import Cause, Retryable
 # For a connection to the store. torch first asks for the host name of the store's address, until that has failed once in the
 # process. A name server that does not answer takes 10 s of it (the default of resolv.conf); this is for two of them.
 STORE_CONNECT_S = 25.0
+_LISTENS_S = 4.0  # of it, until somebody listens there: a store that comes back is noticed at once, one that stays away soon
+_LOOK_S = 0.1
 
 _Answer = TypeVar("_Answer")
 
@@ -201,6 +204,24 @@ def shared_secret(store: dist.Store) -> str:
     return bytes(store.compare_set("helix/secret", "", secrets.token_hex(32))).decode()
 
 
+def store_client(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A client of the c10d store there, which need not listen yet. Raises dist.DistError without an answer.
+
+    torch alone would try for twice `timeout_s`, with pauses as long, where nobody listens.
+    """
+    deadline = Deadline(min(timeout_s, _LISTENS_S))
+    while True:
+        try:
+            socket.create_connection((host, port), max(deadline.left_s, _LEAST_S)).close()
+            break
+        except (OSError, OverflowError) as error:
+            if deadline.left_s <= _LOOK_S:
+                raise dist.DistNetworkError(f"no connection to {host}:{port}: {error}") from error
+            time.sleep(_LOOK_S)
+    timeout = timedelta(seconds=max(timeout_s, _LEAST_S))
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
 class StoreClients:
     """Clients of c10d stores by `host:port/prefix`, the last connection kept: the same store serves many generations.
 
@@ -219,8 +240,7 @@ class StoreClients:
             host, _, port = address.rpartition(":")
 
             def connect() -> dist.TCPStore:
-                timeout = timedelta(seconds=max(timeout_s, _LEAST_S))
-                return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+                return store_client(host.strip("[]"), int(port), timeout_s)
 
             self._last = (address, in_time(connect, Deadline(timeout_s), aborted))
         return dist.PrefixStore(prefix, self._last[1])

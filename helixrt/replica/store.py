@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from helixrt.collectives.rendezvous import STORE_CONNECT_S
+from helixrt.collectives.rendezvous import STORE_CONNECT_S, store_client
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.replica.contracts import RunStore
 
@@ -126,9 +126,7 @@ class TcpRunStore(RunStore):
         try:
             client = getattr(self._local, "client", None)
             if client is None:
-                host, port = split_address(self.address)
-                timeout = timedelta(seconds=self._connect_timeout_s)
-                client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                client = store_client(*split_address(self.address), self._connect_timeout_s)
                 client.set_timeout(timedelta(seconds=self._call_timeout_s))
                 self._local.client = client
             return call(client)

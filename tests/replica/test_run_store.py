@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from helixrt.collectives.rendezvous import STORE_CONNECT_S
 from helixrt.errors import ConfigError, Retryable
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.replica.contracts import RunStore
@@ -142,6 +143,24 @@ def test_a_lost_store_is_retryable() -> None:
     for call in (lambda: store.get("k"), lambda: store.put_if_absent("j", "v"), lambda: store.wait("k", 0.3)):
         with pytest.raises(Retryable, match="cannot be reached"):
             call()
+
+
+def test_a_store_that_stays_away_is_said_before_the_limit_for_a_slow_name_service_and_one_that_returns_is_used() -> None:
+    server, address = host_store()
+    store = TcpRunStore(address)
+    store.put_if_absent("k", "v")
+    del server
+    with pytest.raises(Retryable, match="cannot be reached"):
+        store.get("k")  # finds that the connection is broken
+    begin_s = time.monotonic()
+    with pytest.raises(Retryable, match="cannot be reached: no connection to .*refused"):
+        store.get("k")
+    assert time.monotonic() - begin_s < STORE_CONNECT_S / 2
+    back: list[object] = []
+    late = threading.Timer(0.5, lambda: back.append(host_store(port=int(address.rpartition(":")[2]))))
+    late.start()
+    assert store.get("k") is None, "the same call: it tries until somebody listens"
+    late.join()
 
 
 def test_a_port_in_use_is_a_wrong_setting() -> None:
