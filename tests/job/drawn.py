@@ -22,12 +22,12 @@ def nowhere(shape: torch.Size) -> None:
 
 
 def over_heads(ranks: int) -> Divided:
-    """Attention weights, [rows, heads, positions, positions], are; by their heads."""
+    """Attention weights, [rows, heads, positions, positions], are over so many ranks; by their heads."""
     return lambda shape: (1, torch.arange(shape[1]).chunk(ranks)) if len(shape) == 4 else None
 
 
 def over_positions(ranks: int) -> Divided:
-    """Hidden states, [rows, positions, width], are; by the positions that each rank has of a whole sequence."""
+    """Hidden states, [rows, positions, width], are over so many ranks; by the positions that each has of a whole sequence."""
 
     def divided(shape: torch.Size) -> tuple[int, Sequence[torch.Tensor]]:
         assert len(shape) == 3

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.errors import Fatal
 from tests.engines import tensor_models
-from tests.job.drawn import nowhere, over_heads
+from tests.job.drawn import Divided, nowhere, over_heads
 from tests.job.test_captured import BATCH, STEPS, WIDTH, Batches, StageHost, plain, trained, vectors
 
 LAYERS, LENGTH = 4, 6
@@ -74,10 +74,10 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**small, **drops, bos_token_id=0, eos_token_id=0))
 
 
-def llama() -> nn.Module:
+def llama(dropout: float = 0.0) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**SMALL))
+    return LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=dropout))
 
 
 def mixtral() -> nn.Module:
@@ -126,6 +126,7 @@ class Case:
     batches: Callable[[], Batches] = labelled
     dtype: torch.dtype = torch.float64  # of the parameters
     autocast: torch.dtype | None = None
+    divided: Callable[[int], Divided] = lambda ranks: nowhere  # what is dropped from, over so many tp ranks
 
     def model(self) -> nn.Module:
         torch.manual_seed(3)
@@ -138,7 +139,8 @@ CASES = {
     "unsummed": Case(Gained, mse_loss, lambda: GAINED, vectors),
     "gpt2": Case(gpt2),
     "gpt2-bfloat16": Case(gpt2, dtype=torch.float32, autocast=torch.bfloat16),
-    "gpt2-dropout": Case(lambda: gpt2(0.2)),
+    "gpt2-dropout": Case(lambda: gpt2(0.2)),  # over tp ranks its attention is whole on each
+    "llama-dropout": Case(lambda: llama(0.2), divided=over_heads),
     "llama": Case(llama),
     "mixtral": Case(mixtral),
     "qwen2": Case(qwen2),
@@ -171,7 +173,7 @@ def check(said: str) -> None:
             trained(host, case.model(), case.loss, case.batches(), tp_plan, schedule=schedule)
         return
     state, found = trained(host, case.model(), case.loss, case.batches(), tp_plan, schedule=schedule, autocast=case.autocast)
-    divided = over_heads(mesh.size("tp")) if mesh.size("tp") > 1 else nowhere
+    divided = case.divided(mesh.size("tp"))
     expected, figures, validated = plain(case.model(), case.loss, case.batches(), case.autocast, divided)
     rel = 1e-6 if case.autocast is None else 1e-2
     assert found == [(pytest.approx(a, rel=rel), pytest.approx(b, rel=3 * rel)) for a, b in figures]
@@ -198,12 +200,13 @@ MESHES = {  # the ranks, and what they train by which schedule
     "pp2": ["qwen2 1f1b", "gpt_neox zb", "phi 1f1b"],
     "pp4": [*(f"{name} 1f1b" for name in FAMILIES), "gpt2-dropout 1f1b"],
     "tp2": [f"{name} auto" for name in FAMILIES],
-    "pp2 tp2 others": ["gpt2-bfloat16 zb", "gpt2-dropout 1f1b", "gpt2 zbv", "llama interleaved", "qwen2 dualpipev"],
+    "tp2 dropout": ["gpt2-dropout auto", "llama-dropout auto"],
+    "pp2 tp2 others": ["gpt2-bfloat16 zb", "llama-dropout 1f1b", "gpt2 zbv", "llama interleaved", "qwen2 dualpipev"],
 }
 
 
 def asked(mesh: str) -> list[str]:
-    axes = mesh.removesuffix(" families").removesuffix(" others")
+    axes = mesh.removesuffix(" families").removesuffix(" others").removesuffix(" dropout")
     return [f"{each} {axes}" for each in MESHES[mesh]]
 
 
