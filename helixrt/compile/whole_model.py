@@ -39,7 +39,8 @@ class WholeModel:
     """`device` is the one that the graphs run on, `autocast` the type that forward and loss run under autocast to (None: they
     run in the types of parameters and arguments). `times` gives those by which chunks are balanced for a schedule, in place of
     estimates, where there are any. `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it
-    in the same way: it is given the first units of later chunks. `axes`: over which ranks share the model or a batch."""
+    in the same way: it is given the first units of later chunks. `axes`: over which ranks share the model or a batch. `alike`
+    is given the joint part of each capture, and makes those of such ranks alike."""
 
     def __init__(
         self,
@@ -52,9 +53,10 @@ class WholeModel:
         agreed: Agreed = tuple,
         limit_bytes: float = math.inf,
         axes: Sequence[Axis] = (),
+        alike: Callable[[Part], Part] = lambda joint: joint,
     ) -> None:
         self.model, self.loss, self.device, self.autocast = model, loss, device, autocast
-        self._axes = axes
+        self._axes, self._alike = axes, alike
         self._times, self._agreed, self._limit_bytes = times, agreed, limit_bytes
         self.args, self.kwargs, self.target = shapes_of(call)
         self.chunk_times: tuple[ChunkTimes, ...] | None = None  # once it is cut, where the chunks were balanced by `times`
@@ -106,7 +108,7 @@ class WholeModel:
         args, kwargs, target = call
         with without_autocast(), autocast_to(self.autocast, self.device):
             joint = capture_whole(self.model, args, kwargs, loss=self.loss, target=target, device=self.device)
-        return seeded(joint, self._axes)
+        return seeded(self._alike(joint), self._axes)
 
 
 @contextmanager

@@ -48,7 +48,8 @@ from helixrt.passes.agree import agree_on
 from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.own_values import Axis
-from helixrt.passes.parts import Port, Role
+from helixrt.passes.paddings import padded_alike
+from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.profile import Mode as Profile
 from helixrt.pipeline.held import Values
 from helixrt.schedule.ir import Schedule
@@ -116,6 +117,7 @@ class CapturedModel(PipelinedModel):
                 agreed=self._agreed,
                 limit_bytes=limit,
                 axes=self._axes(),
+                alike=self._alike,
             )
             self._cut = self._whole.cut(self._schedule, options.cuts)
             if self._context is not None:
@@ -153,6 +155,11 @@ class CapturedModel(PipelinedModel):
         if (cp := Group.of(mesh.group("cp"))) is not None:
             found.append(Axis(cp.name, cp.rank, cp.size, lambda port: port.role in (Role.INPUT, Role.TARGET)))
         return found
+
+    def _alike(self, joint: Part) -> Part:
+        """With the operators that the other tp ranks have."""
+        group = self.place.mesh.group("tp")
+        return joint if group is None else padded_alike(joint, group)
 
     def _agreed(self, starts: Sequence[int]) -> Sequence[int]:
         mesh = self.place.mesh
