@@ -5,18 +5,23 @@ In: durations, or the stamps of messages. Out: `Sample`, `FlowSample`. All times
 A message is sent at s by the sender's clock and arrives at a by the receiver's. Messages of a link leave one after the other,
 each occupies it for `wire` (size by rate), then takes `delay`; so message i begins at max(s_i, begin of the one before + wire),
 and a_i = begin_i + wire + delay + offset of the clocks. `delay` is therefore measured with that offset in it.
+
+Messages of several queues share a link of limited rate: they arrive in another order, and with other gaps, than one after the
+other. But of messages with equal sizes the j-th arrival is never earlier than if they went one after the other, and the last
+one of those that the link carried without a pause is as late. By that wire and delay are found, too (`_shared`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _TO_SIGMA = 1.4826  # of normal samples: standard deviation by median absolute deviation
 _QUEUED_SHARE = 0.5  # a message that arrived later than an unqueued one by this share of the gap before it had queued
 _LEAST_QUEUED = 3  # messages, for a rate
 _EXPLAINED = 0.5  # of the differences between messages that may be left when queueing is taken out
+_HALVINGS = 20  # of the interval in which a shared wire is
 _SAME_GAP = 0.25  # spread of the gaps behind queued messages, by their median, up to which they are the wire's
 
 
@@ -82,12 +87,30 @@ def flow_sample(messages: Sequence[Stamped], nbytes: int) -> FlowSample:
     known = sum(exact)
     if 2 * known < len(ordered):
         return FlowSample(at_s, least_ms, Sample(least_ms, 0.0, len(ordered)), NO_SAMPLE, nbytes, upper_bound=True)
-    delays_ms, wire = _delays(ordered, 0.0), NO_SAMPLE
-    if known == len(ordered) and (found := _wire(ordered, transits_ms, least_ms)).size:
-        behind_ms = _delays(ordered, found.median)
-        if _variation(behind_ms) < _EXPLAINED * _variation(delays_ms):
-            delays_ms, wire = behind_ms, found
-    return FlowSample(at_s, least_ms, summary(delays_ms), wire, nbytes, upper_bound=False)
+    delays_ms = _delays(ordered, 0.0)
+    best = summary(delays_ms), NO_SAMPLE
+    least = _EXPLAINED * _variation(delays_ms)
+    if known == len(ordered):
+        for left_ms, delay, wire in _queued(ordered, transits_ms, least_ms):
+            if (variation := _variation(left_ms)) < least:
+                best, least = (delay, wire), variation
+    return FlowSample(at_s, least_ms, *best, nbytes, upper_bound=False)
+
+
+def _queued(
+    ordered: Sequence[Stamped], transits_ms: Sequence[float], least_ms: float
+) -> Iterator[tuple[list[float], Sample, Sample]]:
+    """How messages may have queued: the difference that is left of each, the delay, and the wire."""
+    if (wire := _wire(ordered, transits_ms, least_ms)).size:
+        left_ms = _delays(ordered, wire.median)
+        yield left_ms, summary(left_ms), wire
+    if (shared := _shared(ordered)) is not None:
+        wire_ms, delay_ms, later_ms = shared
+        count, varied_ms = len(ordered), _variation(transits_ms)
+        if not _QUEUED_SHARE * count * wire_ms < varied_ms < _QUEUED_SHARE * count**2 * wire_ms:
+            return  # a burst that queues varies by a quarter of count**2 wires; messages that do not, by nothing
+        delay = Sample(delay_ms, summary(later_ms).spread, len(ordered))
+        yield later_ms, delay, Sample(wire_ms, 0.0, len(later_ms))
 
 
 def _delays(ordered: Sequence[Stamped], wire_ms: float) -> list[float]:
@@ -116,3 +139,39 @@ def _wire(ordered: Sequence[Stamped], transits_ms: Sequence[float], least_ms: fl
         return NO_SAMPLE
     found = summary(gaps_ms)
     return found if found.spread <= _SAME_GAP * found.median else NO_SAMPLE
+
+
+def _shared(ordered: Sequence[Stamped]) -> tuple[float, float, list[float]] | None:
+    """Wire, delay, and how much later each arrival was than if the messages had gone one after the other: of the longest run of
+    messages that were on their way together; None where most were not. The least wire for which none came too early."""
+    run = max(_together(ordered), key=len)
+    if len(run) <= _LEAST_QUEUED or 2 * len(run) < len(ordered):
+        return None
+    sent_s, arrived_s = [m.sent_s for m in run], sorted([m.arrived_s for m in run])
+
+    def later_ms(wire_s: float) -> list[float]:
+        free_s, found = -math.inf, []
+        for begin_s, end_s in zip(sent_s, arrived_s, strict=True):
+            free_s = max(begin_s, free_s) + wire_s
+            found.append((end_s - free_s) * 1e3)
+        return found
+
+    low_s, high_s = 0.0, max(arrived_s[-1] - sent_s[0], 0.0) / len(run)
+    for _ in range(_HALVINGS):
+        middle_s = 0.5 * (low_s + high_s)
+        later = later_ms(middle_s)
+        low_s, high_s = (low_s, middle_s) if later[-1] <= min(later) else (middle_s, high_s)
+    later = later_ms(high_s)
+    return high_s * 1e3, min(later), [value - min(later) for value in later]
+
+
+def _together(ordered: Sequence[Stamped]) -> list[list[Stamped]]:
+    """Runs of messages of which each was sent before all earlier ones had arrived."""
+    runs: list[list[Stamped]] = []
+    last_s = -math.inf
+    for message in ordered:
+        if message.sent_s >= last_s:
+            runs.append([])
+        runs[-1].append(message)
+        last_s = max(last_s, message.arrived_s)
+    return runs

@@ -72,7 +72,7 @@ def step_ms(folder: Path) -> float:
     """From the first operation of a step to its last, over both stages; median, without the first step."""
     spans: dict[int, list[float]] = {}
     for stage in range(2):
-        for event in read_events(folder / "flight" / f"r0.pp{stage}.inc0.jsonl"):
+        for event in read_events(folder / "flight" / f"r0.pp{stage}.inc0.detail.jsonl"):
             if event.kind is Kind.OPERATION:
                 spans.setdefault(event.step, []).extend((event.begin_s, event.end_s))
     return 1e3 * median(max(times) - min(times) for step, times in spans.items() if step > 1)

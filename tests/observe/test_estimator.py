@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 from helixrt.errors import ConfigError
 from helixrt.observe.estimates import MeasuredCosts
 from helixrt.observe.estimator import Estimator, place_of
+from helixrt.observe.samples import Stamped, flow_sample
 from helixrt.observe.stragglers import stragglers
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
 from helixrt.schedule.generators import policies
@@ -130,6 +132,51 @@ def test_the_rate_of_a_link_is_found_where_messages_queue(seed: int) -> None:
     assert link.wire.value_ms == pytest.approx(25.0, rel=0.03) and link.delay.value_ms == pytest.approx(2.0, abs=1.0)
     assert link.rate_mbit == pytest.approx(1000 * 8e-3 / 25.0, rel=0.03)
     assert found.links[2, 1].rate_mbit is None and found.links[2, 1].delay.value_ms == pytest.approx(2.0, abs=0.3)
+
+
+def shared_link(rng: random.Random, count: int, wire_ms: float, delay_ms: float, unfair: float) -> list[Stamped]:
+    """Messages of two queues that take turns, and share a link: each queue has its part of the rate while both have messages,
+    the first one `unfair` of it."""
+    begin_ms = [rng.uniform(0.0, 0.3) * wire_ms * i for i in range(count)]
+    left = {i: wire_ms for i in range(count)}
+    arrived, now = {}, 0.0
+    while left:
+        heads = [min(waiting) for first in (0, 1) if (waiting := [i for i in left if i % 2 == first and begin_ms[i] <= now])]
+        coming = min([begin_ms[i] for i in left if begin_ms[i] > now], default=math.inf)
+        if not heads:
+            now = coming
+            continue
+        parts = [1.0] if len(heads) == 1 else [unfair, 1.0 - unfair]
+        until = min([coming, *(now + left[i] / part for i, part in zip(heads, parts, strict=True))])
+        for i, part in zip(heads, parts, strict=True):
+            left[i] -= part * (until - now)
+            if left[i] < 1e-9:
+                arrived[i] = until + delay_ms
+                del left[i]
+        now = until
+    return [Stamped(begin_ms[i] * 1e-3, (arrived[i] + rng.gauss(0.0, 0.05)) * 1e-3, True) for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rate_of_a_link_is_found_where_queues_share_it(seed: int) -> None:
+    """A burst takes what the link says, and one more message nearly so."""
+    rng = random.Random(seed)
+    count, wire_ms, delay_ms = rng.randint(5, 16), rng.uniform(5.0, 50.0), rng.choice((0.0, 1.0, 5.0))
+    messages = shared_link(rng, count, wire_ms, delay_ms, rng.uniform(0.3, 0.7))
+    found = flow_sample(messages, 1000)
+    assert found.wire.size and found.wire.median == pytest.approx(wire_ms, rel=0.25)
+    burst_ms = (max(m.arrived_s for m in messages) - messages[0].sent_s) * 1e3
+    assert found.delay.median + count * found.wire.median == pytest.approx(burst_ms, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_delays_that_vary_are_no_rate(seed: int) -> None:
+    rng = random.Random(seed)
+    messages = []
+    for i in range(rng.randint(5, 16)):
+        sent_s = 0.01 * i + rng.gauss(0.0, 1e-4)
+        messages.append(Stamped(sent_s, sent_s + 0.06 + abs(rng.gauss(0.0, rng.choice((0.0, 1e-3)))), True))
+    assert not flow_sample(messages, 1000).wire.size
 
 
 def test_a_pure_delay_with_many_messages_under_way_is_no_rate() -> None:
