@@ -201,6 +201,7 @@ IN_TURN = [(kind, part) for kind in FAULTS for part in range(HALVES.get(kind, 1)
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(("kind", "part"), IN_TURN)
 def test_ranks_that_fail_in_turn_at_every_moment_of_a_step_are_named_and_replaced(
