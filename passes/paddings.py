@@ -26,8 +26,8 @@ PAD = torch.ops.aten.constant_pad_nd.default
 
 
 def padded_alike(joint: Part, group: Any) -> Part:
-    """All ranks of `group` call this together. The part itself where they pad alike, or launch different numbers of collectives,
-    which is for others to find. Raises DisagreementError when a rank does not come."""
+    """All ranks of `group` call this together. The part itself where they pad alike, or launch different numbers of
+    collectives, which is for others to find. Raises DisagreementError when a rank does not come."""
     began = time.perf_counter()
     collectives = [node for node in joint.graph.nodes if nodes.is_collective(node)]
     mine = bytes(is_padded(node) for node in collectives)
