@@ -27,7 +27,7 @@ from helixrt.errors import Cause, Retryable
 # For a connection to the store. torch first asks for the host name of the store's address, until that has failed once in the
 # process. A name server that does not answer takes 10 s of it (the default of resolv.conf); this is for two of them.
 STORE_CONNECT_S = 25.0
-_LISTENS_S = 4.0  # of it, until somebody listens there: a store that comes back is noticed at once, one that stays away soon
+_LISTENS_S = 4.0  # of it, within which a server must listen there: one that is gone may come back
 _LOOK_S = 0.1
 
 _Answer = TypeVar("_Answer")
