@@ -8,9 +8,11 @@ that asks the store goes through `in_time`.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from helixrt.errors import Cause, Retryable
 STORE_CONNECT_S = 25.0
 _LISTENS_S = 4.0  # of it, within which a server must listen there: one that is gone may come back
 _LOOK_S = 0.1
+SILENT_S = 10.0  # after so long without a sign of the store's host, a connection to it ends
 
 _Answer = TypeVar("_Answer")
 
@@ -212,14 +215,47 @@ def store_client(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     deadline = Deadline(min(timeout_s, _LISTENS_S))
     while True:
         try:
-            socket.create_connection((host, port), max(deadline.left_s, _LEAST_S)).close()
+            with socket.create_connection((host, port), max(deadline.left_s, _LEAST_S)) as probe:
+                server = probe.getpeername()
             break
         except (OSError, OverflowError) as error:
             if deadline.left_s <= _LOOK_S:
                 raise dist.DistNetworkError(f"no connection to {host}:{port}: {error}") from error
             time.sleep(_LOOK_S)
     timeout = timedelta(seconds=max(timeout_s, _LEAST_S))
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    _end_when_silent(server)
+    return client
+
+
+def _end_when_silent(server: tuple[Any, ...]) -> None:
+    """Let this process's connections to `server` end, with an error, `SILENT_S` after its host was lost or cut off. torch's
+    client waits for an answer without limit, and the kernel tries for a quarter of an hour. torch does not say which descriptor
+    a client has, so all are looked at."""
+    if not sys.platform.startswith("linux") or socket.getdefaulttimeout() is not None:
+        return  # with a default timeout Python would make the descriptors non-blocking
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                connection = socket.socket(fileno=int(name))
+                try:
+                    internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    if internet and _plain(connection.getpeername()) == _plain(server):
+                        _watch(connection)
+                finally:
+                    connection.detach()
+
+
+def _plain(address: tuple[Any, ...]) -> tuple[str, int]:
+    """Host and port, alike for the two forms that an IPv4 address has."""
+    return str(address[0]).removeprefix("::ffff:"), int(address[1])
+
+
+def _watch(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENT_S / 2))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(int(SILENT_S / 10), 1))
 
 
 class StoreClients:

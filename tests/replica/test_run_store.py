@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,10 +15,19 @@ from helixrt.errors import ConfigError, Retryable
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.store import MemoryRunStore, TcpRunStore, host_store
+from helixrt.replica.store import MemoryRunStore, TcpRunStore, host_store, split_address
 from tests.replica.served_store import Served
 
 Clients = Callable[[], RunStore]
+
+
+@contextmanager
+def nobody_at(address: str) -> Iterator[None]:
+    """A connection there is refused meanwhile: the port that a store has left is not given to another process."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(split_address(address))
+        yield
 
 
 @pytest.fixture(params=["tcp", "memory", "durable", pytest.param("ray", marks=pytest.mark.ray)])
@@ -140,9 +150,10 @@ def test_a_lost_store_is_retryable() -> None:
     store.put_if_absent("k", "v")
     del server
     store._connect_timeout_s = 0.3
-    for call in (lambda: store.get("k"), lambda: store.put_if_absent("j", "v"), lambda: store.wait("k", 0.3)):
-        with pytest.raises(Retryable, match="cannot be reached"):
-            call()
+    with nobody_at(address):
+        for call in (lambda: store.get("k"), lambda: store.put_if_absent("j", "v"), lambda: store.wait("k", 0.3)):
+            with pytest.raises(Retryable, match="cannot be reached"):
+                call()
 
 
 def test_a_store_that_stays_away_is_said_before_the_limit_for_a_slow_name_service_and_one_that_returns_is_used() -> None:
@@ -150,17 +161,18 @@ def test_a_store_that_stays_away_is_said_before_the_limit_for_a_slow_name_servic
     store = TcpRunStore(address)
     store.put_if_absent("k", "v")
     del server
-    with pytest.raises(Retryable, match="cannot be reached"):
-        store.get("k")  # finds that the connection is broken
-    begin_s = time.monotonic()
-    with pytest.raises(Retryable, match="cannot be reached: no connection to .*refused"):
-        store.get("k")
-    assert time.monotonic() - begin_s < STORE_CONNECT_S / 2
-    back: list[object] = []
-    late = threading.Timer(0.5, lambda: back.append(host_store(port=int(address.rpartition(":")[2]))))
-    late.start()
-    assert store.get("k") is None, "the same call: it tries until somebody listens"
-    late.join()
+    with nobody_at(address):
+        with pytest.raises(Retryable, match="cannot be reached"):
+            store.get("k")  # finds that the connection is broken
+        begin_s = time.monotonic()
+        with pytest.raises(Retryable, match="cannot be reached: no connection to .*refused"):
+            store.get("k")
+        assert time.monotonic() - begin_s < STORE_CONNECT_S / 2
+        back: list[object] = []
+        late = threading.Timer(0.5, lambda: back.append(host_store(port=int(address.rpartition(":")[2]))))
+        late.start()
+        assert store.get("k") is None, "the same call: it tries until somebody listens"
+        late.join()
 
 
 def test_a_port_in_use_is_a_wrong_setting() -> None:
