@@ -31,6 +31,7 @@ LENGTHS = (-1, 0, 10, 900, 4096, 4097, 6000, 8192, 8193, 12_000, 20_000)  # -1: 
 SHORT_LENGTHS = (-1, 0, 10, 900)  # such messages use up receives, and no slots
 STEPS = 40_000
 GENERATION = 300  # more than fits an immediate
+LOOK_S = 1e-4  # what passes between two looks at the clock
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class End:
             GENERATION,
             self.wake,
             lambda pair: pair.disarm(),
+            self.world.clock,
         )
 
     def wake(self, connection: VerbsConnection) -> None:
@@ -149,6 +151,7 @@ class VerbsWorld:
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, random.Random(seed)
         self.steps = self.failed = 0
+        self.now_s = 0.0
         self.hurries = False
         self.ends = [End(self, me, self.draw_sizes()) for me in range(2)]
         for end in self.ends:
@@ -226,6 +229,11 @@ class VerbsWorld:
         """While a process polls, NICs go on; and it is as if nothing else did while one waits for its own."""
         while (steps := self.of_nics()) and (self.hurries or self.random.random() < 0.3):
             self.random.choice(steps)[1]()
+
+    def clock(self) -> float:
+        """Of the connections. The machine's would have a slow process change what a seed does."""
+        self.now_s += LOOK_S
+        return self.now_s
 
     def fail(self) -> None:
         """Both NICs: no message of either reaches the other any more."""

@@ -53,6 +53,7 @@ class VerbsConnection:
         generation: int,
         wake: Callable[[VerbsConnection], None],
         retire: Callable[[QueuePair], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peer, self.number = peer, number
         self.sock = pair.events  # what to wait for
@@ -60,7 +61,7 @@ class VerbsConnection:
         self.length = 0
         self.closed = self.blocked = False
         self._pair, self._carrier = pair, carrier
-        self._wake, self._retire = wake, retire
+        self._wake, self._retire, self._clock = wake, retire, clock
         self._sizes, self._enums = pair.sizes, pair.nic.library.enums
         self._broken: tuple[Failure, str] | None = None  # and the carrier does not know yet
         self._sends = SendQueue(pair, theirs, registrations, number, generation, self._left)
@@ -120,10 +121,10 @@ class VerbsConnection:
         newest = self._sends.detach(name)
         if newest < self._sends.flow.completed or self.closed:
             return
-        until = time.monotonic() + _LET_GO_S
+        until = self._clock() + _LET_GO_S
         try:
             self._sends.flush()
-            while newest >= self._sends.flow.completed and self._broken is None and time.monotonic() < until:
+            while newest >= self._sends.flow.completed and self._broken is None and self._clock() < until:
                 self._poll()
             if newest >= self._sends.flow.completed:
                 self._pair.disarm()
@@ -179,7 +180,7 @@ class VerbsConnection:
                 elif completion.wr_id & RECEIVE_BIT:
                     self._arrived.append(completion)
                 else:
-                    self._answered_s = time.monotonic()
+                    self._answered_s = self._clock()
                     self._sends.complete(completion.wr_id & NUMBER_MASK)
         if flushed is not None:
             self._broken = first_cause((flushed,), self._enums)
