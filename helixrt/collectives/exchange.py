@@ -38,6 +38,12 @@ class Exchange(ABC):
         this rank's own network device failed and no other way is left: the process should end.
         """
 
+    def all_reduce_together(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        """`all_reduce` of each, in this order; a member may do the same by single calls. An exchange that can have several
+        under way waits for all of them at once: that saves waits for the other members."""
+        for source, out in zip(sources, outs, strict=True):
+            self.all_reduce(source, out)
+
     @abstractmethod
     def abort(self, generation: int = -1) -> None:
         """Make the running and every later call of this generation raise Retryable, at once; also a `configure` of

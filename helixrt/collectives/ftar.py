@@ -78,11 +78,18 @@ class FtarExchange(Exchange):
             self._fail(error)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> None:
+        self._sum([(source, out)], divisor)
+
+    def all_reduce_together(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        self._sum(list(zip(sources, outs, strict=True)))
+
+    def _sum(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], divisor: int = 1) -> None:
         if not self._configured:
             raise Retryable("the exchange is not configured")
+        how, reduction = How(self._timeout_s, waits=True), Reduction(Op.SUM, divisor)
         try:
-            how = How(self._timeout_s, waits=True)
-            self._collectives.all_reduce(flat(source), flat(out), Reduction(Op.SUM, divisor), how).wait()
+            for handle in [self._collectives.all_reduce(flat(source), flat(out), reduction, how) for source, out in pairs]:
+                handle.wait()
         except Retryable as error:
             self._fail(error)
         # Success and abort may cross; to the caller an aborted generation never succeeds.

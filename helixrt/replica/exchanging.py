@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -26,6 +27,7 @@ from helixrt.replica.rank_parts import RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
 
 _JOIN_S = 5.0
+_SOON_S = 1e-3  # of the last bucket, after the one before it
 
 
 class ExchangeThread:
@@ -127,30 +129,48 @@ class ExchangeThread:
         buckets = parts.engine.buckets
         sums, finite = self._reduced.borrow(buckets, command.contribute), True
         zeros = torch.zeros(0 if command.contribute else max(map(_nbytes, sums), default=0), dtype=torch.uint8)
-        for count, index in enumerate(reversed(range(len(buckets)))):
-            if command.contribute:
-                self._await_bucket(index, command.generation, deadline)
-                parts.engine.ready(index)
-                source = buckets[index]
-            else:
-                source = zeros[: _nbytes(sums[index])].view(sums[index].dtype)
+        left = deque(reversed(range(len(buckets))))
+        while left:
+            done = len(buckets) - len(left)
+            together = self._next_buckets(left, command, deadline)
+            sources = [buckets[i] if command.contribute else zeros[: _nbytes(sums[i])].view(sums[i].dtype) for i in together]
             begin_s = parts.record.clock()
-            parts.exchange.all_reduce(source, sums[index])
-            write(
-                Kind.EXCHANGE_BUCKET,
-                begin_s=begin_s,
-                generation=command.generation,
-                bucket=count,
-                buckets=len(buckets),
-                bytes=_nbytes(source),
-            )
-            self._check_abort(command.generation)
-            finite = finite and all_finite(parts.engine.finite_part(index, sums[index]))
-            self._reduced.summed(index, sums)
+            parts.exchange.all_reduce_together(sources, [sums[i] for i in together])
+            for count, (index, source) in enumerate(zip(together, sources, strict=True), start=done):
+                write(
+                    Kind.EXCHANGE_BUCKET,
+                    begin_s=begin_s,
+                    generation=command.generation,
+                    bucket=count,
+                    buckets=len(buckets),
+                    bytes=_nbytes(source),
+                )
+                self._check_abort(command.generation)
+                finite = finite and all_finite(parts.engine.finite_part(index, sums[index]))
+                self._reduced.summed(index, sums)
         self._streams.finish()  # others take the sums, on streams of theirs
         self._reduced.exchanged(command.generation, sums)
         write(Kind.EXCHANGE_END, generation=command.generation, finite=finite)
         return finite
+
+    def _next_buckets(self, left: deque[int], command: p.Exchange, deadline: float) -> list[int]:
+        """Take from `left` what is exchanged next: one bucket, once it is final; and with the last but one (of three or more)
+        the last, if it is final soon after. That is a small one, the engine's book, which comes when backward has just ended:
+        by itself it would cost one more wait for the other replicas, with nothing to hide it behind."""
+        together = [left.popleft()]
+        if command.contribute:
+            self._await_bucket(together[0], command.generation, deadline)
+        two_are_left = len(left) == 1 and len(self._parts.engine.buckets) > 2
+        if two_are_left and (not command.contribute or self._is_final_soon(left[0])):
+            together.append(left.popleft())
+        if command.contribute:
+            for index in together:
+                self._parts.engine.ready(index)
+        return together
+
+    def _is_final_soon(self, index: int) -> bool:
+        with self._lock:
+            return self._changed.wait_for(lambda: index in self._ready, _SOON_S)
 
     def _await_bucket(self, index: int, generation: int, deadline: float) -> None:
         with self._lock:

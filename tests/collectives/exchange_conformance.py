@@ -139,6 +139,33 @@ class ExchangeConformance:
         for process in processes:
             process.join(DEADLINE_S)
 
+    def test_what_one_member_sums_together_another_may_sum_one_by_one(self, store_address: str) -> None:
+        exchanges = [self.make() for _ in range(3)]
+        configure_all(exchanges, 1, store_address)
+        generators = [torch.Generator().manual_seed(r) for r in range(3)]
+        shapes = ((40_003, torch.float32), (70, torch.float64), (0, torch.float32), (1 << 20, torch.float32))
+        sources = [[torch.randn(size, generator=g, dtype=dtype) for size, dtype in shapes] for g in generators]
+        outs = [[torch.empty_like(source) for source in each] for each in sources]
+
+        def one_by_one(rank: int) -> None:
+            for source, out in zip(sources[rank], outs[rank], strict=True):
+                exchanges[rank].all_reduce(source, out)
+
+        calls: list[Callable[[], Any]] = [
+            lambda: exchanges[0].all_reduce_together(sources[0], outs[0]),
+            lambda: one_by_one(1),
+            lambda: exchanges[2].all_reduce_together(sources[2], outs[2]),
+        ]
+        assert on_threads(calls) == [None] * 3
+        for index in range(len(shapes)):
+            torch.testing.assert_close(outs[0][index], sources[0][index] + sources[1][index] + sources[2][index])
+            assert torch.equal(outs[0][index], outs[1][index]) and torch.equal(outs[0][index], outs[2][index])
+        exchanges[1].abort()
+        with pytest.raises(Retryable):
+            exchanges[0].all_reduce_together(sources[0], outs[0])
+        for exchange in exchanges:
+            exchange.close()
+
     def test_a_mean_over_shapes_and_types(self, store_address: str) -> None:
         exchanges = [self.make() for _ in range(2)]
         configure_all(exchanges, 1, store_address)
