@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import helixrt
-from helixrt.errors import ConfigError, HelixError
+from helixrt.errors import ConfigError, HelixError, interrupted
 
 USAGE_ERROR = 2
 COMMANDS = {  # each a module of helixrt.commands
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except KeyboardInterrupt:
-        return 130
+        return interrupted()
 
 
 if __name__ == "__main__":

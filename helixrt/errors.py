@@ -93,3 +93,13 @@ class MissingExtra(ConfigError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (MissingExtra, (self.package, self.extra, self.needed_for))
+
+
+def interrupted() -> int:
+    """The exit code of a program that has handled Ctrl-C, as shells have it.
+
+    An interrupt that strikes in code that is compiled from a text, as the methods of a dataclass are, stays noted in the
+    interpreter: under `python -m` it then ends by the signal, whatever the program returns. Other such code takes this back.
+    """
+    exec("")
+    return 130

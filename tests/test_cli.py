@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,20 @@ def test_serve_takes_no_short_secret(
     monkeypatch.setenv("HELIXRT_SECRET", "short")
     assert cli.main(["serve", "--replicas", "2", "--storage", str(tmp_path / "out")]) == 2
     assert "must have at least 16 characters" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("handled", "code"), [("interrupted()", 130), ("130", -signal.SIGINT)])
+def test_a_program_that_has_handled_ctrl_c_in_code_from_a_text_ends_as_it_says(tmp_path: Path, handled: str, code: int) -> None:
+    """Such code is the class body of a dataclass. Without `interrupted` Python itself ends a module by the signal."""
+    lines = [
+        "import sys",
+        "from helixrt.errors import interrupted",
+        "try:",
+        "    exec('raise KeyboardInterrupt')",
+        "except KeyboardInterrupt:",
+        f"    sys.exit({handled})",
+    ]
+    (tmp_path / "handles.py").write_text("\n".join(lines))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    ended = subprocess.run([sys.executable, "-m", "handles"], env=os.environ | {"PYTHONPATH": path}, timeout=60)
+    assert ended.returncode == code

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from helixrt.errors import ConfigError, HelixError
+from helixrt.errors import ConfigError, HelixError, interrupted
 from helixrt.job.config import JobConfig
 from helixrt.job.controller import Terminated
 from helixrt.job.driver import Driver, JobProgram, Run, new_run, reopened_run
@@ -27,7 +27,6 @@ from helixrt.replica.contracts import Launcher, RunStore
 from helixrt.replica.run_keys import SERVED_KEY
 from helixrt.replica.versions import versions
 
-INTERRUPTED = 130
 SETTINGS_KEY = "served/settings"  # of the sessions, which all replicas must have alike
 SETTINGS_FILE = "sessions.json"  # in the run's folder: the same, for a resumption
 
@@ -76,7 +75,7 @@ class ServedDriver(Driver):
         except (KeyboardInterrupt, Terminated) as why:
             self._report(self._finished(), self._advance())
             self.output.say("the server was asked to end before the run had ended")
-            return INTERRUPTED if isinstance(why, KeyboardInterrupt) else int(str(why.code))
+            return interrupted() if isinstance(why, KeyboardInterrupt) else int(str(why.code))
 
 
 def _restore_settings(store: RunStore, run: Run) -> bool:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import helixrt
+from helixrt.errors import interrupted
 
 if TYPE_CHECKING:
     from helixrt.train.config import TrainConfig
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         return command(argv, _train)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return interrupted()
     except SystemExit as asked:
         if asked.code != TERMINATED:
             raise

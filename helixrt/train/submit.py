@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from helixrt.errors import ConfigError, Fatal, MissingExtra
+from helixrt.errors import ConfigError, Fatal, MissingExtra, interrupted
 from helixrt.ray_cluster.cluster import code_env
 from helixrt.train.config import TrainConfig
 
@@ -227,7 +227,7 @@ def attach(job: str) -> int:
         follow(client, job)
     except KeyboardInterrupt:
         print(again(job), file=sys.stderr)
-        return 128 + signal.SIGINT
+        return interrupted()
     return exit_code(client, job)
 
 
@@ -270,7 +270,7 @@ def run(config: TrainConfig, overrides: Sequence[str], detach: bool = False) -> 
         return 1
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return interrupted()
 
 
 if __name__ == "__main__":
