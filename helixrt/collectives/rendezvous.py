@@ -8,11 +8,9 @@ that asks the store goes through `in_time`.
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from helixrt.collectives.deadline import Deadline
+from helixrt.collectives.lost_hosts import end_when_lost
 from helixrt.errors import Cause, Retryable
 
 # For a connection to the store. torch first asks for the host name of the store's address, until that has failed once in the
@@ -31,7 +30,6 @@ from helixrt.errors import Cause, Retryable
 STORE_CONNECT_S = 25.0
 _LISTENS_S = 4.0  # of it, within which a server must listen there: one that is gone may come back
 _LOOK_S = 0.1
-SILENT_S = 10.0  # after so long without a sign of the store's host, a connection to it ends
 
 _Answer = TypeVar("_Answer")
 
@@ -208,7 +206,8 @@ def shared_secret(store: dist.Store) -> str:
 
 
 def store_client(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A client of the c10d store there, which need not listen yet. Raises dist.DistError without an answer.
+    """A client of the c10d store there, which need not listen yet; calls end as `lost_hosts` says. Raises dist.DistError
+    without an answer.
 
     torch alone would try for twice `timeout_s`, with pauses as long, where nobody listens.
     """
@@ -224,38 +223,8 @@ def store_client(host: str, port: int, timeout_s: float) -> dist.TCPStore:
             time.sleep(_LOOK_S)
     timeout = timedelta(seconds=max(timeout_s, _LEAST_S))
     client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    _end_when_silent(server)
+    end_when_lost(server)
     return client
-
-
-def _end_when_silent(server: tuple[Any, ...]) -> None:
-    """Let this process's connections to `server` end, with an error, `SILENT_S` after its host was lost or cut off. torch's
-    client waits for an answer without limit, and the kernel tries for a quarter of an hour. torch does not say which descriptor
-    a client has, so all are looked at."""
-    if not sys.platform.startswith("linux") or socket.getdefaulttimeout() is not None:
-        return  # with a default timeout Python would make the descriptors non-blocking
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile, or not connected
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                connection = socket.socket(fileno=int(name))
-                try:
-                    internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                    if internet and _plain(connection.getpeername()) == _plain(server):
-                        _watch(connection)
-                finally:
-                    connection.detach()
-
-
-def _plain(address: tuple[Any, ...]) -> tuple[str, int]:
-    """Host and port, alike for the two forms that an IPv4 address has."""
-    return str(address[0]).removeprefix("::ffff:"), int(address[1])
-
-
-def _watch(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENT_S / 2))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(int(SILENT_S / 10), 1))
 
 
 class StoreClients:

@@ -156,12 +156,12 @@ class ExchangeThread:
     def _next_buckets(self, left: deque[int], command: p.Exchange, deadline: float) -> list[int]:
         """Take from `left` what is exchanged next: one bucket, once it is final; and with the last but one (of three or more)
         the last, if it is final soon after. That is a small one, the engine's book, which comes when backward has just ended:
-        by itself it would cost one more wait for the other replicas, with nothing to hide it behind."""
+        by itself it would cost one more wait for the other replicas, which no computation overlaps."""
         together = [left.popleft()]
         if command.contribute:
             self._await_bucket(together[0], command.generation, deadline)
-        two_are_left = len(left) == 1 and len(self._parts.engine.buckets) > 2
-        if two_are_left and (not command.contribute or self._is_final_soon(left[0])):
+        before_last = len(left) == 1 and len(self._parts.engine.buckets) > 2
+        if before_last and (not command.contribute or self._is_final_soon(left[0])):
             together.append(left.popleft())
         if command.contribute:
             for index in together:

@@ -13,7 +13,7 @@ from typing import IO
 
 import pytest
 
-from helixrt.collectives.rendezvous import SILENT_S
+from helixrt.collectives.lost_hosts import SILENT_S
 from helixrt.lab.net import Cut, Network
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
@@ -27,9 +27,10 @@ print(address, flush=True)
 sys.stdin.read()
 """
 CALL = """
-import sys, time
+import socket, sys
 from helixrt.errors import Retryable
 from helixrt.replica.store import TcpRunStore
+socket.setdefaulttimeout(5.0)  # as programs have it: nobody's waits may depend on it
 store = TcpRunStore(sys.argv[1])
 calls = {"get": lambda: store.get("k"), "wait": lambda: store.wait("never", 600.0), "set": lambda: store.set("k", "w")}
 store.set("k", "v")
@@ -65,7 +66,7 @@ def test_a_call_ends_when_the_stores_host_is_cut_off_and_the_next_one_after_it_i
             call = "wait" if asked == "before the cut" else "get"
             if call == "wait":
                 print(call, file=orders, flush=True)
-                time.sleep(1.0)
+                time.sleep(1.0)  # for the request to be sent; if it is not, the call is one that is sent in vain
             network.cut(1, at=Cut.PATH)
             if call == "get":
                 print(call, file=orders, flush=True)
