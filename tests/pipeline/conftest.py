@@ -49,15 +49,18 @@ class Stages:
         addresses = [[endpoint.address() for endpoint in own] for own in endpoints]
         results: list[Any] = [None] * stages
         errors: list[BaseException] = []
+        all_connected = threading.Barrier(stages)  # one that closes at once must not be missed by who still connects
 
         def work(stage: int) -> None:
             try:
                 for number, endpoint in enumerate(endpoints[stage]):
                     peers = {peer: addresses[peer][number] for peer in range(stages) if peer != stage}
                     endpoint.connect(0, stage, peers, CONNECT_S)
+                all_connected.wait(CONNECT_S)
                 results[stage] = body(stage, endpoints[stage])
             except BaseException as error:  # handed to the test's thread
                 errors.append(error)
+                all_connected.abort()
             finally:
                 for endpoint in endpoints[stage]:
                     endpoint.close()
