@@ -56,6 +56,7 @@ def check(name: str, steps: int, root: Path) -> None:
 
 
 @pytest.mark.slow  # a driver and four processes that import torch
+@pytest.mark.grid
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "everything"])
 def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(name: str, tmp_path: Path) -> None:

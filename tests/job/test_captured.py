@@ -303,7 +303,8 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("case", "stages", "schedule"), [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+    ("case", "stages", "schedule"),
+    [*DEFAULT, *(pytest.param(*each, marks=[pytest.mark.slow, pytest.mark.grid]) for each in SLOW)],
 )
 def test_stages_train_as_a_plain_loop_does(run_stages: Any, case: str, stages: int, schedule: str) -> None:
     check_equal(case, *over_stages(run_stages, stages, case, schedule=schedule))

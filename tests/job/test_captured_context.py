@@ -5,7 +5,6 @@ All ranks of a mesh train all models of a test in turn; each test looks at one o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,6 +21,7 @@ from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
 from helixrt.passes.errors import CaptureError
 from tests.job.drawn import over_positions
+from tests.job.mesh_cells import answers_by_mesh, cells
 from tests.job.session_world import session_with
 from tests.job.test_captured import BATCH, MICROBATCHES, STEPS, Batches, StageHost, plain, trained
 from tests.job.test_captured_ranks import SMALL, VOCABULARY, whole
@@ -279,29 +279,13 @@ MESHES = {  # the ranks, and what they train, by which schedule and variant
 }
 
 
-def asked(mesh: str) -> list[str]:
-    return [f"{each} {mesh}" for each in MESHES[mesh]]
-
-
 @pytest.fixture(scope="module")
-def worlds(ask_ranks: Any) -> Callable[[str], Any]:
-    known: dict[str, Any] = {}
-
-    def world(mesh: str) -> Any:
-        if mesh not in known:
-            known[mesh] = ask_ranks(check, asked(mesh), math.prod(int(axis[2:]) for axis in mesh.split()))
-        return known[mesh]
-
-    return world
+def worlds(ask_ranks: Any, request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    return answers_by_mesh(ask_ranks, check, request)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "name"),
-    [
-        pytest.param(mesh, name, id=name.replace(" ", "-"), marks=() if mesh == "cp2" else pytest.mark.slow)
-        for mesh in MESHES
-        for name in asked(mesh)
-    ],
+    ("mesh", "name"), cells({mesh: [f"{each} {mesh}" for each in MESHES[mesh]] for mesh in MESHES}, "cp2")
 )
 def test_ranks_train_as_a_plain_loop_does(worlds: Callable[[str], Any], mesh: str, name: str) -> None:
     worlds(mesh).check(name)

@@ -20,6 +20,7 @@ from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.errors import Fatal
 from tests.engines import tensor_models
 from tests.job.drawn import Divided, nowhere, over_heads
+from tests.job.mesh_cells import answers_by_mesh, cells
 from tests.job.test_captured import BATCH, STEPS, WIDTH, Batches, StageHost, plain, trained, vectors
 
 LAYERS, LENGTH = 4, 6
@@ -205,34 +206,16 @@ MESHES = {  # the ranks, and what they train by which schedule
 }
 
 
-def asked(mesh: str) -> list[str]:
+def names_of(mesh: str) -> list[str]:
     axes = mesh.removesuffix(" families").removesuffix(" others").removesuffix(" dropout")
     return [f"{each} {axes}" for each in MESHES[mesh]]
 
 
 @pytest.fixture(scope="module")
-def worlds(ask_ranks: Any) -> Callable[[str], Any]:
-    known: dict[str, Any] = {}
-
-    def world(mesh: str) -> Any:
-        if mesh not in known:
-            names = asked(mesh)
-            ranks = 1
-            for axis in names[0].split()[2:]:
-                ranks *= int(axis[2:])
-            known[mesh] = ask_ranks(check, names, ranks)
-        return known[mesh]
-
-    return world
+def worlds(ask_ranks: Any, request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    return answers_by_mesh(ask_ranks, check, request)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    [
-        pytest.param(mesh, name, id=name.replace(" ", "-"), marks=() if mesh == "pp2 tp2" else pytest.mark.slow)
-        for mesh in MESHES
-        for name in asked(mesh)
-    ],
-)
+@pytest.mark.parametrize(("mesh", "name"), cells({mesh: names_of(mesh) for mesh in MESHES}, "pp2 tp2"))
 def test_ranks_train_as_a_plain_loop_does(worlds: Callable[[str], Any], mesh: str, name: str) -> None:
     worlds(mesh).check(name)

@@ -167,9 +167,9 @@ def test_a_run_that_lasts_does_not_grow(tmp_path: Path) -> None:
     assert max(mark.keys for mark in marks) <= 2500
 
 
-@pytest.mark.slow  # a hundred thousand records of 256 replicas, and the start of 64 ranks: minutes of compute
+@pytest.mark.slow  # 16,000 records of 256 replicas, and the start of 64 ranks
 @pytest.mark.timeout(500)
 def test_what_a_run_keeps_stays_small_through_many_records_and_the_start_of_many_ranks(tmp_path: Path) -> None:
     """`helixrt bench lasting` makes a million records, and starts up to 256 ranks; this a part of it."""
-    arguments = argparse.Namespace(records=40_000, replicas=256, start=(32, 64), json=tmp_path / "lasting.json")
+    arguments = argparse.Namespace(records=16_000, replicas=256, start=(32, 64), json=tmp_path / "lasting.json")
     assert lasting.run(arguments) == 0

@@ -100,6 +100,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow  # two drivers and up to nine ranks that import torch
+@pytest.mark.grid
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(("replicas", "pp", "dp_shard"), [(1, 4, 1), (3, 1, 1), (1, 1, 2), (1, 2, 2)])
 def test_a_run_goes_on_with_other_replicas_stages_and_shards(

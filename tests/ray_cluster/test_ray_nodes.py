@@ -194,7 +194,7 @@ def test_a_driver_that_is_killed_is_followed_by_another_and_no_step_is_lost(clus
 @pytest.mark.slow
 def test_a_submitter_that_is_cut_off_follows_its_job_to_the_end(cluster: Cluster, tmp_path: Path) -> None:
     """`helixrt.train.submit` on a host that is no node, whose network goes away for a while."""
-    output, steps = tmp_path / "output.txt", 600
+    output, steps = tmp_path / "output.txt", 300
     command = ["-m", "helixrt.train.submit", "+experiment=solo", f"steps={steps}", f"output.root={tmp_path / 'runs'}"]
     environment = {**cluster.nodes.environment, "RAY_ADDRESS": cluster.nodes.dashboard}
     with open(output, "w", encoding="utf-8") as log:

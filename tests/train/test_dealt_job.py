@@ -79,6 +79,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("replicas", "pp", "dp_shard"), [(1, 4, 1), (3, 1, 1), (1, 1, 2), (1, 2, 2)])
 def test_the_job_goes_on_with_other_replicas_stages_and_shards(
     replicas: int, pp: int, dp_shard: int, first: Path, tmp_path: Path
