@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import multiprocessing.spawn
 import os
 import queue
@@ -104,12 +105,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests marked grid a third, another one with each seed of a run; all with `--whole`, or where tests are named."""
+    """Of each test marked grid a third of its cells, and at least one; other ones with each seed of a run. All with `--whole`,
+    or where tests are named."""
     chosen = [config.option.keyword, *(getattr(config.option, name, False) for name in ("lf", "failedfirst"))]
     if config.option.whole or any(chosen) or any("::" in argument for argument in config.args):
         return
-    grids = [item for item in items if item.get_closest_marker("grid") is not None]
-    left_out = [item for item in grids if zlib.crc32(f"{config.option.seed} {item.nodeid}".encode()) % GRID_PARTS]
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("grid") is not None:
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: list[pytest.Item] = []
+    for cells in grids.values():
+        cells.sort(key=lambda item: zlib.crc32(f"{config.option.seed} {item.nodeid}".encode()))
+        left_out += cells[math.ceil(len(cells) / GRID_PARTS) :]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)

@@ -10,6 +10,8 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 
+import pytest
+
 _IMPORTED = [
     "torch.distributed",
     "torch.distributed.fsdp",  # brings DTensor
@@ -24,6 +26,14 @@ def ranks_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
+
+
+def names_drawn(request: pytest.FixtureRequest, test: Callable[..., None], **others: object) -> list[str]:
+    """The parameter `name` of each of the test's cells that this run has; of those alone whose other parameters are these."""
+    cells = [
+        item.callspec.params for item in request.session.items if isinstance(item, pytest.Function) and item.function is test
+    ]
+    return [cell["name"] for cell in cells if all(cell[key] == value for key, value in others.items())]
 
 
 def wrong_by_scenario(

@@ -25,6 +25,7 @@ from helixrt.pipeline.strands import build
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.parallel import ParallelGroups
+from tests.ranks_context import names_drawn
 
 FEW, MANY, STEPS = (2, 1, 3), (2, 1, 3, 4, 8), 3
 ROWS, SEQ, VOCAB = 2, 8, 17  # of a micro-batch
@@ -240,8 +241,7 @@ def test_one_rank_all(name: str) -> None:
 @pytest.fixture(scope="module")
 def two_ranks_all(ask_ranks: Any, request: pytest.FixtureRequest) -> Any:
     """Of the cases that this run has drawn."""
-    drawn = [item for item in request.session.items if getattr(item, "function", None) is test_two_ranks_all]
-    return ask_ranks(check_many, [item.callspec.params["name"] for item in drawn])  # type: ignore[attr-defined]
+    return ask_ranks(check_many, names_drawn(request, test_two_ranks_all))
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_the_example_is_short() -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [2, *(pytest.param(other, marks=[pytest.mark.slow, pytest.mark.grid]) for other in (1, 3))])
 def test_a_replica_that_loses_a_rank_returns_whole(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_STAGE", str(stage))
     done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, RANKS)

@@ -124,6 +124,7 @@ def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(membersh
 
 
 @pytest.mark.slow  # four or eight processes that import torch and transformers and capture the model, a half of them twice
+@pytest.mark.grid
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(
     ("axes", "ranks", "divided"),

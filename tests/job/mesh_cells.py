@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.ranks_context import names_drawn
+
 
 def cells(names: Mapping[str, Sequence[str]], default: str) -> Any:
     """What parametrizes a test with `("mesh", "name")`, by mesh; all but those of the mesh `default` are slow, and a grid."""
@@ -23,14 +25,16 @@ def cells(names: Mapping[str, Sequence[str]], default: str) -> Any:
     ]
 
 
-def answers_by_mesh(ask_ranks: Any, check: Callable[[str], None], request: pytest.FixtureRequest) -> Callable[[str], Any]:
-    """For a fixture of a module with one test of `cells`: the answers of the ranks of a mesh, which start when first needed."""
+def answers_by_mesh(
+    ask_ranks: Any, check: Callable[[str], None], request: pytest.FixtureRequest, test: Callable[..., None]
+) -> Callable[[str], Any]:
+    """For a fixture of a module, and the test that `cells` parametrizes: the answers of the ranks of a mesh, which start when
+    they are first needed."""
     known: dict[str, Any] = {}
 
     def of(mesh: str) -> Any:
         if mesh not in known:
-            specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-            names = [spec.params["name"] for spec in specs if spec is not None and spec.params["mesh"] == mesh]
+            names = names_drawn(request, test, mesh=mesh)
             ranks = math.prod(int(axis[2:]) for axis in names[0].split() if re.fullmatch(r"(pp|cp|tp)\d+", axis))
             known[mesh] = ask_ranks(check, names, ranks)
         return known[mesh]

@@ -31,6 +31,7 @@ def launch(folder: Path, channels: str, hangs: str = "") -> dict[str, Any]:
     return report
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("channels", ["endpoint", "gloo"])
 def test_a_stage_waits_for_a_busy_one_as_long_as_that_has_asked_for(channels: str, tmp_path: Path) -> None:
     assert BUSY_S > 2 * STEP_TIMEOUT_S

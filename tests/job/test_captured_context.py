@@ -281,11 +281,9 @@ MESHES = {  # the ranks, and what they train, by which schedule and variant
 
 @pytest.fixture(scope="module")
 def worlds(ask_ranks: Any, request: pytest.FixtureRequest) -> Callable[[str], Any]:
-    return answers_by_mesh(ask_ranks, check, request)
+    return answers_by_mesh(ask_ranks, check, request, test_ranks_train_as_a_plain_loop_does)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "name"), cells({mesh: [f"{each} {mesh}" for each in MESHES[mesh]] for mesh in MESHES}, "cp2")
-)
+@pytest.mark.parametrize(("mesh", "name"), cells({mesh: [f"{each} {mesh}" for each in MESHES[mesh]] for mesh in MESHES}, "cp2"))
 def test_ranks_train_as_a_plain_loop_does(worlds: Callable[[str], Any], mesh: str, name: str) -> None:
     worlds(mesh).check(name)

@@ -213,7 +213,7 @@ def names_of(mesh: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def worlds(ask_ranks: Any, request: pytest.FixtureRequest) -> Callable[[str], Any]:
-    return answers_by_mesh(ask_ranks, check, request)
+    return answers_by_mesh(ask_ranks, check, request, test_ranks_train_as_a_plain_loop_does)
 
 
 @pytest.mark.parametrize(("mesh", "name"), cells({mesh: names_of(mesh) for mesh in MESHES}, "pp2 tp2"))

@@ -251,6 +251,7 @@ def test_an_exception_in_one_replica_restarts_that_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize(("replicas", "checkpoints"), [(1, ""), (2, ""), (2, "storage")])
 def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(replicas: int, checkpoints: str, tmp_path: Path) -> None:
     """Parameters, optimizer, scheduler, an average, state per replica, loader and positions: all go on from the checkpoint."""

@@ -214,6 +214,7 @@ def test_a_submitter_that_is_cut_off_follows_its_job_to_the_end(cluster: Cluster
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_run_whose_head_goes_away_goes_on_from_its_checkpoint_in_the_next_cluster(
     at_once: bool, cluster: Cluster, tmp_path: Path

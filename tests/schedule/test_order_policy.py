@@ -273,6 +273,7 @@ def test_flapping_delays_and_noise_do_no_harm(part: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("part", range(20))
 def test_flapping_delays_and_noise_do_no_harm_in_a_thousand_seeds(part: int) -> None:
     for seed in range(50 * part, 50 * part + 50):

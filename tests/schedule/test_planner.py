@@ -104,6 +104,7 @@ def test_never_slower_than_what_fits(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("first", range(0, 1000, 100))
 def test_a_thousand_instances(first: int) -> None:
     """Against the planner's own bound alone, which CP-SAT's can only raise (see `helixrt bench schedule`)."""

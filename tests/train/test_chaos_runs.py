@@ -173,7 +173,11 @@ def test_all_replicas_lost_then_resumed_from_the_whole_checkpoint(job: Any) -> N
 FAULTS_EVERY_COMMIT = [("stop", "exchange_early"), ("exception", "before_commit"), ("slow", "forward")]
 FAULTS_ALONE = [
     *FAULTS_EVERY_COMMIT,
-    *(pytest.param(kind, "checkpoint", marks=pytest.mark.slow) for kind in FAULTS if "checkpoint" in fault_moments(kind)),
+    *(
+        pytest.param(kind, "checkpoint", marks=[pytest.mark.slow, pytest.mark.grid])
+        for kind in FAULTS
+        if "checkpoint" in fault_moments(kind)
+    ),
 ]
 SEEN = {  # by the driver; a rank that waits for a stuck one may give up first, and then names it
     "stop": r"has not reported for \d+ s: it is stopped",

@@ -148,6 +148,7 @@ SHARDED = {
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", SHARDED)
 def test_shards_of_two_replicas_train_as_four_replicas_do_and_survive_a_kill(shape: str, job: Any, tmp_path: Path) -> None:
     """Four streams either way: up to the kill the loss of a replica is the mean of those of its shards' streams. Then the

@@ -36,6 +36,7 @@ from helixrt.train.engine import inputs_and_targets, token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.parallel import Layout, ParallelGroups, layouts, own_part, reduce_gradients
 from helixrt.train.optimizer import adamw, cosine_with_warmup
+from tests.ranks_context import names_drawn
 
 RANKS, BATCH, SEQ, STEPS, LIMIT_S = 4, 8, 16, 3, 60.0
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, clip=0.05, bucket_bytes=4096)
@@ -349,11 +350,12 @@ def test_ranks_that_share_stages_train_the_whole_model(answers: Any, name: str) 
 
 
 @pytest.fixture(scope="module")
-def woven_answers(ask_ranks: Callable[..., Any]) -> Any:
-    return ask_ranks(check_woven, WOVEN, ranks=RANKS)
+def woven_answers(ask_ranks: Callable[..., Any], request: pytest.FixtureRequest) -> Any:
+    return ask_ranks(check_woven, names_drawn(request, test_woven_graphs_give_the_same_bits), ranks=RANKS)
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("name", WOVEN)
 def test_woven_graphs_give_the_same_bits(woven_answers: Any, name: str) -> None:

@@ -53,6 +53,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
         one.end()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_job_goes_on_with_another_mesh(change: str, job: Any, tmp_path: Path) -> None:
     model, before, after = CHANGES[change]

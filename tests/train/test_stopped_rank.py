@@ -51,6 +51,7 @@ def contributors(job: Job) -> list[int]:
     return [len(record.contributors) for record in job.log().chain()] if job.entries() else []
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("rank", ["r1.pp0", "r1.pp1"])
 def test_the_others_go_on_and_it_comes_back(job: Job, rank: str) -> None:
     driver = job.start()
