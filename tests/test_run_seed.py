@@ -74,6 +74,11 @@ import pytest
 def test_cell(cell):
     print(f"cell-{cell} drew {cell}")
 
+@pytest.mark.grid
+@pytest.mark.parametrize("cell", range(2))
+def test_small(cell):
+    print(f"small-{cell} drew {cell}")
+
 def test_that_fails():
     assert False
 """
@@ -82,11 +87,12 @@ def test_that_fails():
 def test_of_a_grid_each_run_draws_other_cells_and_all_of_them_when_asked(project: Path) -> None:
     (project / "test_it.py").write_text(GRID)
     said, some = run(project, "--seed", "1")
-    assert "of grids one cell of 3 is drawn (all: --whole)" in said and len(some) == 30
+    assert "of grids one cell of 3 is drawn (all: --whole)" in said
+    assert len(some) == 31 and sum("small" in name for name in some) == 1, "a third of each grid, and at least one cell"
     _, again = run(project, "--seed", "1")
     _, other = run(project, "--seed", "2")
     assert again == some and other.keys() != some.keys()
     _, whole = run(project, "--whole")
-    assert len(whole) == 90
+    assert len(whole) == 92
     _, named = run(project, "test_it.py::test_cell", "test_it.py::test_that_fails")
     assert len(named) == 90, "what is named is run"
