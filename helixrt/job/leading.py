@@ -307,6 +307,11 @@ class Leading:
         log = self._leader.machine.log
         return log.on_chain(record.hash) and log.head.hash != record.hash
 
+    def flush(self) -> None:
+        """Return once the run's log has every record of this replica, and the lineage's writer too. From any thread. Raises
+        Retryable when it takes long."""
+        self._leader.appends.flush()
+
     def close(self) -> None:
         """End the leader's threads and the membership; idempotent."""
         for reports in self._reports:

@@ -242,6 +242,8 @@ class RankRuntime:
 
     def _flush(self) -> None:
         """Make the lineage durable, before a checkpoint that refers to it."""
+        if isinstance(self._side, Leading):
+            self._side.flush()
         if self._lineage is not None:
             self._lineage.flush()
 

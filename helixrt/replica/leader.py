@@ -6,7 +6,8 @@ the answer to a call) also handles it, unless another thread is at it: then that
 order, one at a time, and a step needs no hand-over to a thread of the leader's own. That thread also appends the step's record:
 everybody waits for it. One thread, `helixrt-coordination`, makes the other calls that block (a quorum, the store), of which
 there is never more than one at a time. In a run of one replica a quorum does not wait, and the thread that handles an event
-joins as well. Follows DESIGN.md, "The life of a step".
+joins as well. In a run of one replica of one rank nobody waits for a record, and it is put in the background
+(`appends`). Follows DESIGN.md, "The life of a step".
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
+from helixrt.replica.appends import Appends, GatheredAppends
 from helixrt.replica.commands import (
     Broken,
     Digested,
@@ -88,6 +90,9 @@ class Leader:
         self._done: list[_Item] = []  # ranks that were done meanwhile
         self._loads, self._newer_than = 0, -1
         self._fence_read = False  # for the append that the quorum comes right after
+        self.appends = Appends(log, holders.check_fence)
+        if membership.alone and machine.group_world_size == 1:
+            self.appends = GatheredAppends(log, holders.check_fence, hooks.decided, hooks.broken)
         self._closed = threading.Event()
         self._failed = False  # handling an event has raised; written by the thread that handles
         self._thread = threading.Thread(target=self._blocking_loop, name="helixrt-coordination", daemon=True)
@@ -108,7 +113,8 @@ class Leader:
         self._take(PrepareOrder(order, rehearsal))
 
     def close(self) -> None:
-        """End the thread; a quorum call under way is left to end by its own deadline. Idempotent."""
+        """End the threads; a quorum call under way is left to end by its own deadline. Idempotent."""
+        self.appends.close()
         self._closed.set()
         self._blocking.put(None)
         if self._handling.acquire(timeout=1.0):
@@ -292,7 +298,8 @@ class Leader:
         before = self.machine.log.entry(action.index - 1) if action.index else None
         if before is not None and action.record.parent != before.hash:
             self.record.write(Kind.SUPERSEDE, step=action.record.step, old=before.hash, new=action.record.hash)
-        self.hooks.decided(action.index, action.record)
+        if self.appends.stands_already(action.index):  # else it is told when it does
+            self.hooks.decided(action.index, action.record)
 
     # ---------------------------------------------------------------- what blocks
 
@@ -305,12 +312,13 @@ class Leader:
         except BaseException as error:
             self.hooks.broken(error)
 
-    def _join(self, me: Member, known: int) -> p.Event | _Leave:
+    def _join(self, me: Member, known: int) -> p.Event | _Leave | None:
         try:
             if not (self.membership.alone and self._fence_read):  # alone it forms in the thread that has just appended
                 self.holders.check_fence()
             self._fence_read = False
             if why := self.hooks.leaving():
+                self.appends.flush()
                 return _Leave(why)
             formed = self.membership.join(me, self.timeouts.join_s)
             # Alone, this replica has put every entry itself. One that a predecessor put, which is fenced, shows at the append.
@@ -320,25 +328,28 @@ class Leader:
                 return instead
             return p.Formed(formed.generation, formed.members, entries, self.log.begin)
         except Retryable as error:
-            self._closed.wait(STORE_PAUSE_S)
-            return p.JoinFailed(str(error))
+            self._later(p.JoinFailed(str(error)))
+            return None
 
-    def _append(self, action: p.Append) -> p.Event:
+    def _append(self, action: p.Append) -> p.Event | None:
         try:
-            self.holders.check_fence()
-            stands = self.log.append(action.index, action.record)
+            stands = self.appends.append(action.index, action.record)
             self._fence_read = True
             return p.Appended(action.index, stands)
         except Retryable:
-            self._closed.wait(STORE_PAUSE_S)
-            return p.StoreLost()
+            self._later(p.StoreLost())
+            return None
 
-    def _read(self, index: int) -> p.Event:
+    def _read(self, index: int) -> p.Event | None:
         try:
             return p.LogRead(tuple(self.log.read_from(index)))
         except Retryable:
-            self._closed.wait(STORE_PAUSE_S)
-            return p.StoreLost()
+            self._later(p.StoreLost())
+            return None
+
+    def _later(self, event: p.Event) -> None:
+        """Handle it after a pause, which the thread that handles events does not wait for: it may be the one that computes."""
+        self._blocking.put(lambda: None if self._closed.wait(STORE_PAUSE_S) else event)
 
     def _wait(self, action: p.Wait) -> p.Event | None:
         self._closed.wait(WAIT_PAUSE_S)
@@ -376,6 +387,7 @@ class Leader:
 
     def _rest(self) -> p.Event:
         try:
+            self.appends.flush()
             if self.hooks.resting(self.machine):
                 self._closed.set()
         except Retryable:

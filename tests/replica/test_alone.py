@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from helixrt.errors import Fatal, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Log, genesis
 from helixrt.protocol.step.machine import StepMachine
@@ -34,11 +35,14 @@ class CountingStore(MemoryRunStore):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, str]] = []
-        self.threads: set[int] = set()
+        self.threads: list[int] = []  # of each call
+        self.away = False
 
     def _note(self, call: str, key: str) -> None:
+        if self.away:
+            raise Retryable("the store is away")
         self.calls.append((call, key))
-        self.threads.add(threading.get_ident())
+        self.threads.append(threading.get_ident())
 
     def get(self, key: str) -> str | None:
         self._note("get", key)
@@ -57,6 +61,7 @@ class Alone:
         RunLog(self.store).append(0, ROOT)
         self.engine, self.bad = plain_engine(self._batch, vocab=16, seed=0), bad
         self.done: list[Done] = []
+        self.end_soon = threading.Timer(0.0, lambda: None)
         self.worker = RankWorker(
             RankParts(
                 0, 0, self.engine, Doubles(), Nowhere(), self.record, derive(20), "memory", self._report,
@@ -64,6 +69,7 @@ class Alone:
             )
         )  # fmt: skip
         self.store.calls.clear()
+        self.store.threads.clear()
         self.machine = StepMachine(0, 0, 1, Log([ROOT]), ROOT.hash, steps)
         hooks = LeaderHooks(lambda i, r: None, lambda c: None, self._resting, self.worker.fail)
         log, holders = RunLog(self.store), Holders(self.store, 0, 0)
@@ -117,6 +123,7 @@ def test_it_trains_as_a_plain_loop_does_and_every_batch_is_in_the_log(
 
 
 def test_no_other_thread_takes_part_in_a_step_and_no_gradient_is_copied(alone: Callable[..., Alone]) -> None:
+    """But for the records, which the store gets in the background, behind the first."""
     replica, threads, sums = alone(10), set[int](), []
     apply = replica.engine.apply
     replica.engine.apply = lambda record, reduced: (sums.append(reduced), apply(record, reduced))[1]
@@ -128,28 +135,25 @@ def test_no_other_thread_takes_part_in_a_step_and_no_gradient_is_copied(alone: C
     replica.record.attach(note)
     replica.train()
     ends = threading.get_ident()
-    assert replica.store.threads == {ends}
+    own_calls = [call for call, thread in zip(replica.store.calls, replica.store.threads, strict=True) if thread == ends]
+    assert own_calls[-1] == ("put_if_absent", "log/1") and len(set(replica.store.threads)) == 2
     joins = [event for event in replica.record.events() if event.kind is Kind.QUORUM_JOIN]
     assert ends in threads and len(threads) <= 2 and len(joins) >= 10  # the join after the last step may be another thread's
     own = replica.engine.buckets[0]
     assert len(sums) == 10 and all(len(each) == 1 and each[0].data_ptr() == own.data_ptr() for each in sums)
 
 
-def test_a_step_reads_the_fence_before_its_append_and_asks_the_store_nothing_else(alone: Callable[..., Alone]) -> None:
+def test_the_fence_is_read_before_records_are_put_and_the_store_is_asked_nothing_else(alone: Callable[..., Alone]) -> None:
     """The quorum of the next step follows in the same thread, and no other replica is in it."""
-    replica = alone(10)
+    replica = alone(200)
     replica.train()
-    counts = Counter(replica.store.calls)
-    steps = range(2, 11)  # the first quorum reads the log as well
-    assert all(counts[("put_if_absent", f"log/{step}")] == 1 for step in steps)
-    begin = replica.store.calls.index(("put_if_absent", "log/1"))
-    end = replica.store.calls.index(("put_if_absent", "log/10"))
-    fence = ("get", ended_key(0, 0))
-    assert replica.store.calls[:begin] == [fence, ("get", "log/1"), ("get", "log/begin"), fence], "before the first quorum, too"
-    assert (
-        replica.store.calls[begin + 1 : end]
-        == [call for step in steps for call in (fence, ("put_if_absent", f"log/{step}"))][:-1]
-    )
+    fence, calls = ("get", ended_key(0, 0)), replica.store.calls
+    begin = calls.index(("put_if_absent", "log/1"))
+    assert calls[:begin] == [fence, ("get", "log/1"), ("get", "log/begin"), fence], "before the first quorum, too"
+    assert [key for call, key in calls if call == "put_if_absent"] == [f"log/{step}" for step in range(1, 201)]
+    behind = calls[begin + 1 :]
+    assert behind[0] == fence and {call for call in behind if call[0] == "get"} == {fence}
+    assert 1 <= behind.count(fence) < 100, "one for those that were gathered"
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(alone: Callable[..., Alone]) -> None:
@@ -174,16 +178,58 @@ def test_an_entry_that_stands_where_it_would_append_is_found_at_the_append(alone
 
 
 def test_a_replica_that_was_declared_ended_appends_nothing_more(alone: Callable[..., Alone]) -> None:
-    replica = alone(10)
+    replica = alone(100_000)
 
     def end(event: Event) -> None:
         if event.kind is Kind.WORK_BEGIN and event.step == 4:
             replica.store.put_if_absent(ended_key(0, 0), "yes")
 
     replica.record.attach(end)
-    with pytest.raises(Exception, match="was declared ended"):
+    with pytest.raises(StartAgain, match="was declared ended"):
         replica.train()
-    assert len(RunLog(replica.store).read_from(0)) == 4 and len(replica.done) == 3
+    calls = replica.store.calls
+    at = calls.index(("put_if_absent", ended_key(0, 0)))
+    late = calls[at + 1 :]
+    fences = [number for number, call in enumerate(late) if call == ("get", ended_key(0, 0))]
+    assert not any(key.startswith("log/") for _, key in late[fences[0] :]), "nothing is put once the fence was read"
+    assert 3 <= len(replica.done) < 10_000
+
+
+def test_while_the_store_is_away_steps_wait_soon_and_the_loop_can_be_ended(alone: Callable[..., Alone]) -> None:
+    replica = alone(100_000)
+
+    def leave(event: Event) -> None:
+        if event.kind is Kind.WORK_BEGIN and event.step == 5:
+            replica.store.away = True
+            replica.end_soon = threading.Timer(2.5, lambda: replica.worker.fail(Fatal("the driver is gone")))
+            replica.end_soon.start()
+
+    replica.record.attach(leave)
+    begin_s = time.monotonic()
+    with pytest.raises(Fatal, match="the driver is gone"):
+        replica.train()
+    replica.end_soon.join()
+    assert time.monotonic() - begin_s < 30.0
+    count = len(replica.done)
+    newest_s = max(event.end_s for event in replica.record.events() if event.kind is Kind.APPLY)
+    away_s = next(event.end_s for event in replica.record.events() if event.kind is Kind.WORK_BEGIN and event.step == 5)
+    assert count >= 5 and newest_s - away_s < 2.0, "it goes on for about a second"
+
+
+def test_a_store_that_comes_back_gets_every_record(alone: Callable[..., Alone]) -> None:
+    replica = alone(40)
+
+    def leave(event: Event) -> None:
+        if event.kind is Kind.WORK_BEGIN and event.step == 5:
+            replica.store.away = True
+            threading.Timer(2.0, lambda: setattr(replica.store, "away", False)).start()
+        if event.kind is Kind.WORK_BEGIN and event.step > 5:
+            time.sleep(0.05)
+
+    replica.record.attach(leave)
+    replica.train()
+    chain = Log(RunLog(replica.store).read_from(0)).chain()
+    assert [record.positions[0] for record in chain] == list(range(41)) and len(replica.done) == 40
 
 
 def test_examine_is_answered_by_the_thread_that_computes(alone: Callable[..., Alone]) -> None:

@@ -44,12 +44,12 @@ class Recorder:
             self._inside.release()
 
 
-def leader_of(machine: Recorder, broken: list[BaseException], told: list[Any]) -> Leader:
+def leader_of(machine: Recorder, broken: list[BaseException], told: list[Any], membership: Membership | None = None) -> Leader:
     store = MemoryRunStore()
     hooks = LeaderHooks(lambda index, record: None, lambda command: None, lambda machine: False, broken.append)
     return Leader(
         machine,  # type: ignore[arg-type]
-        SoloMembership(0.0),
+        membership or SoloMembership(0.0),
         RunLog(store),
         Holders(store, 0, 0),
         (),
@@ -148,13 +148,13 @@ def test_the_thread_that_brings_the_last_vote_appends_and_gives_out_the_update()
         return [p.Apply(record), p.Join(me)] if isinstance(event, p.Appended) else []
 
     machine, broken, told = Recorder(on), [], []
-    leader = leader_of(machine, broken, told)
-    leader.membership = Waits(leader.membership)
+    several = Waits(SoloMembership(0.0))
+    leader = leader_of(machine, broken, told, several)
     RunLog(leader.holders._store).append(0, root)
     leader.start()
     leader.report(0, p.RankDone(1, 0, finite=True))
     assert told == [p.Apply(record)] and leader.log.read_from(1) == [record]
-    assert leader.membership.joined.wait(20) and leader.membership.thread != threading.get_ident()
+    assert several.joined.wait(20) and several.thread != threading.get_ident()
     leader.close()
     assert not broken
 
