@@ -111,7 +111,8 @@ class Controller:
         self._watch: ProgressWatch | None = None
         if timeouts is not None:
             period_s = timeouts.progress_period_s
-            self._watch = ProgressWatch(store, Limits(timeouts.step_s, timeouts.start_s, 2 * period_s), period_s, clock)
+            limits = Limits(timeouts.step_s, timeouts.start_s, 2 * period_s)
+            self._watch = ProgressWatch(store, limits, period_s, clock, launcher.working_on)
         self._wake = threading.Event()
         self._signal: int | None = None
 

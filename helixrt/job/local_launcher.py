@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from helixrt.errors import Cause
@@ -27,6 +27,7 @@ from helixrt.replica.adoption import AdoptedProcess, reaped
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.orphan import PARENT_VARIABLE, command
 from helixrt.replica.rank_log import describe_code, last_error, log_name, rank_label
+from helixrt.replica.work_page import WorkPage, page_if_possible
 
 _NO_RESOURCES = (errno.EAGAIN, errno.ENOMEM)  # of a fork: too many processes, or too little memory
 _LASTING_S = 600.0
@@ -46,6 +47,7 @@ class LocalLauncher(Launcher):
 
     With `warm`, ranks are forks of this process's forerunner; `argv` is `orphan.command(MODULE)` then. The constructor waits
     until the forerunner is ready, READY_S at most. A rank that it cannot start is started the plain way, and the log says why.
+    With `pages` ranks say in shared memory what they work on, and `working_on` tells.
 
     Call `start` from a thread that lives as long as the ranks shall (see `orphan`); all calls from
     one thread.
@@ -57,7 +59,10 @@ class LocalLauncher(Launcher):
         log_folder: Path = Path("logs"),
         environment: Mapping[str, str] | None = None,
         warm: bool = False,
+        pages: bool = False,
     ) -> None:
+        self._with_pages = pages
+        self._pages: dict[str, tuple[int, WorkPage]] = {}  # of the newest incarnation of each rank that was started
         self._argv, self._log_folder = list(argv), log_folder
         self._environment = {**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())}
         self._arguments = self._argv[-1:] if warm else []  # of the module that a fork runs
@@ -106,8 +111,8 @@ class LocalLauncher(Launcher):
 
     def _launch(self, key: tuple[Coordinate, int], spec: RankSpec) -> None:
         path = self._log_folder / log_name(*key)
-        given = json.dumps(spec.to_plain()).encode()
         with open(path, "ab") as output:
+            given = json.dumps(replace(spec, work_page=self._page(key)).to_plain()).encode()
             forked = self._fork(key, given, output.fileno()) if self._arguments else None
             process = forked or subprocess.Popen(
                 self._argv,
@@ -126,6 +131,21 @@ class LocalLauncher(Launcher):
             process.stdin.close()
         except BrokenPipeError:
             pass  # it has ended already; poll says how
+
+    def _page(self, key: tuple[Coordinate, int]) -> str:
+        """Where this rank is to say what it works on; "": in the run's store."""
+        rank, incarnation = str(key[0]), key[1]
+        if rank in self._pages:
+            self._pages.pop(rank)[1].close()
+        page = page_if_possible() if self._with_pages else None
+        if page is None:
+            return ""
+        self._pages[rank] = (incarnation, page)
+        return page.path
+
+    def working_on(self, rank: str, incarnation: int) -> str | None:
+        number, page = self._pages.get(rank, (-1, None))
+        return page.said() if page is not None and number == incarnation else None
 
     def _fork(self, key: tuple[Coordinate, int], given: bytes, output: int) -> AdoptedProcess | None:
         """None if the forerunner cannot start this rank."""
@@ -172,6 +192,8 @@ class LocalLauncher(Launcher):
             child.process.wait(max(0.0, deadline - time.monotonic()))
             self._groups.add(child.process.pid)
         self._children.clear()
+        while self._pages:
+            self._pages.popitem()[1][1].close()
         while self._groups and time.monotonic() < deadline:
             self._reap()
             time.sleep(0.005)

@@ -28,6 +28,7 @@ from helixrt.replica.rank import Done
 from helixrt.replica.rank_log import rank_label
 from helixrt.replica.store_client import run_store
 from helixrt.replica.versions import VARIABLE, check_versions
+from helixrt.replica.work_page import word_if_possible
 from helixrt.timeouts import Timeouts, derive
 
 PROGRESS_S = 0.5  # how long a progress report tries a store that is away
@@ -155,7 +156,8 @@ def open_context(spec: RankSpec, config: JobConfig) -> RankContext:
     store = run_store(spec.store, spec.durable, spec.secret)
     # What is set again soon must not hold up the thread that sets it while the store is away.
     soon = run_store(spec.store, spec.durable, spec.secret, PROGRESS_S) if spec.durable else store
-    progress = Progress(soon, str(spec.coordinate), spec.incarnation, timeouts.progress_period_s, WAITS_FOR_PEERS)
+    work = word_if_possible(spec.work_page)
+    progress = Progress(soon, str(spec.coordinate), spec.incarnation, timeouts.progress_period_s, WAITS_FOR_PEERS, work)
     record = FlightRecord(rank_label(spec.coordinate))
     context = RankContext(spec, config, timeouts, store, record, progress)
     record.attach(flight_sink(context.output / "flight", context.label, spec.incarnation, config.output.detail_mb << 20))

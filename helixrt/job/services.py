@@ -52,7 +52,7 @@ class ServedHere(Services):
         self._membership, self.lighthouse = _serve_membership(config)
 
     def launcher(self) -> Launcher:
-        return rank_launcher(self._config, self._folder, self._module, self._reserved)
+        return rank_launcher(self._config, self._folder, self._module, self._reserved, pages=True)
 
     def close(self) -> None:
         if self._membership is not None:
@@ -82,8 +82,9 @@ def _serve_membership(config: JobConfig) -> tuple[object, str]:
     return serve_lighthouse(derive(config.step_timeout_s, config.heartbeat_s), config.host)
 
 
-def rank_launcher(config: JobConfig, folder: Path, module: str, reserved: Reserved) -> Launcher:
-    """Of ranks that run `module`, with their logs in the run's folder; they end with this process. Raises ConfigError."""
+def rank_launcher(config: JobConfig, folder: Path, module: str, reserved: Reserved, pages: bool = False) -> Launcher:
+    """Of ranks that run `module`, with their logs in the run's folder; they end with this process. `pages`: this process also
+    asks the launcher what ranks have worked on, if it knows that. Raises ConfigError."""
     logs = folder / "logs"
     if config.launcher == "ray":
         from helixrt.ray_cluster.launcher import RayLauncher
@@ -96,4 +97,4 @@ def rank_launcher(config: JobConfig, folder: Path, module: str, reserved: Reserv
         return named_launcher(config.launcher)(RankProgram(module, logs, environment, warm))
     from helixrt.job.local_launcher import LocalLauncher
 
-    return LocalLauncher(command(module), logs, environment, warm)
+    return LocalLauncher(command(module), logs, environment, warm, pages)

@@ -16,7 +16,8 @@ from helixrt.job.policies import RankStuck
 from helixrt.job.stuck import Limits, RankWatch, asks_for_time, complaint, excused, most_likely_stuck, observe
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.progress import ProgressReport
-from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
+from helixrt.replica.run_keys import progress_key, working_key
+from helixrt.replica.work_page import NOT_WORKING
 
 
 @dataclass
@@ -29,9 +30,17 @@ class _Life:
 
 
 class ProgressWatch:
-    """Used from the controller's thread alone."""
+    """Used from the controller's thread alone. `working_on` as `Launcher.working_on`."""
 
-    def __init__(self, store: RunStore, limits: Limits, period_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: RunStore,
+        limits: Limits,
+        period_s: float,
+        clock: Callable[[], float],
+        working_on: Callable[[str, int], str | None] = lambda rank, incarnation: None,
+    ) -> None:
+        self._working_on = working_on
         self._store, self._limits, self._period_s, self._clock = store, limits, period_s, clock
         self._lives: dict[int, _Life] = {}
         self._looked_s = clock()
@@ -74,7 +83,7 @@ class ProgressWatch:
         if life is None or life.incarnation != incarnation:
             return None
         with suppress(Retryable):
-            position = self._store.get(working_key(rank, incarnation))
+            position = self._working_on(rank, incarnation) or self._store.get(working_key(rank, incarnation))
             return None if position in (None, NOT_WORKING) else int(position)
         return None
 

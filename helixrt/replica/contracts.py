@@ -319,7 +319,8 @@ class RankSpec:
     `run_epoch_s` the Unix time the run first began (generations count from it), `life` how often the run
     was resumed, `incarnation` how often this replica was started before in this life of the run,
     `output` the run's folder, `secret` the run's secret,
-    `transport` how state is fetched from peers: "http", or "ray" when ranks are Ray actors.
+    `transport` how state is fetched from peers: "http", or "ray" when ranks are Ray actors; `work_page`: where the rank says
+    which batch it works on (`work_page.WorkPage.path`), "" in the run's store.
     """
 
     run: str
@@ -334,6 +335,7 @@ class RankSpec:
     transport: str = "http"
     life: int = 0
     durable: str = ""
+    work_page: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -369,6 +371,11 @@ class Launcher(ABC):
 
     awaits: str = "no resources yet for its ranks"
     """What a replica that is `waiting` waits for, as text for the user."""
+
+    def working_on(self, rank: str, incarnation: int) -> str | None:
+        """What the rank, named by its coordinate, has said in its page (`work_page.WorkPage.said`), until a later incarnation
+        of it is started. None: it has none here, and may have said it in the run's store."""
+        return None
 
     def waiting(self, replica: int) -> bool:
         """Whether a rank of the replica that was started has no process yet, for a reason that is not its own."""

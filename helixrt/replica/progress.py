@@ -1,9 +1,9 @@
 """Periodic reports to the driver on what a rank's threads do, by which a rank that hangs is found.
 
 In: threads that say what they do (`doing`), and the rank's flight record, each event of which is something completed.
-Out: a `ProgressReport` under one key of the run's store, replaced by a thread of its own every `period_s`; and the
-position of the batch that the rank is working on under another, set by the working thread itself, so that it is right
-when the process ends at once. Whether a rank is stuck is decided by the reader of the reports
+Out: a `ProgressReport` under one key of the run's store, replaced by a thread of its own every `period_s`; and the position of
+the batch that the rank is working on, in a page of memory (`work_page`) or under another key, set by the working thread itself,
+so that it is right when the process ends at once. Whether a rank is stuck is decided by the reader of the reports
 (`helixrt.job.stuck`). A process that is stopped, or whose interpreter lock is held, does not report.
 """
 
@@ -20,7 +20,8 @@ from types import FrameType
 from helixrt.errors import Retryable
 from helixrt.record import Event
 from helixrt.replica.contracts import RunStore
-from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
+from helixrt.replica.run_keys import progress_key, working_key
+from helixrt.replica.work_page import NOT_WORKING, WorkWord
 
 MAIN, EXCHANGE, LEADER, COORDINATION, FETCH = "main", "exchange", "leader", "coordination", "fetch"
 LOOP = "the loop, between two steps"  # what the main thread does in the user's code, where it has nothing to complete
@@ -78,7 +79,7 @@ class _Doing(AbstractContextManager[None]):
         self._me = me = threading.get_ident()
         progress = self._progress
         if self._position is not None:
-            progress.work_on(str(self._position))
+            progress.work_on(self._position)
         slots = progress.slots.get(me)
         if slots is None:
             slots = progress.slots[me] = []
@@ -91,13 +92,14 @@ class _Doing(AbstractContextManager[None]):
         progress.completed[me] += 1
         progress.slots[me].remove(self)  # a `busy` of the user may span the end of a step
         if self._position is not None and kind is None:
-            progress.work_on(NOT_WORKING)
+            progress.work_on(None)
 
 
 class Progress:
     """Of the rank with this coordinate. Attach it to its flight record. Without a store it reports nothing.
 
-    `waits_in` names modules: a thread with a frame in one of them waits for another rank of the replica.
+    `waits_in` names modules: a thread with a frame in one of them waits for another rank of the replica. `work`: where the
+    position is said, in place of the store.
     """
 
     def __init__(
@@ -107,8 +109,9 @@ class Progress:
         incarnation: int = 0,
         period_s: float = 1.0,
         waits_in: tuple[str, ...] = (),
+        work: WorkWord | None = None,
     ) -> None:
-        self._store, self._period_s, self._waits_in = store, period_s, waits_in
+        self._store, self._period_s, self._waits_in, self._work = store, period_s, waits_in, work
         self._key, self._working_key = progress_key(rank, incarnation), working_key(rank, incarnation)
         self._sending = threading.Lock()  # reports reach the store in their order
         self.slots: dict[int, list[_Doing]] = {}  # thread's id -> what it is doing, innermost last; that thread alone writes it
@@ -127,7 +130,7 @@ class Progress:
         self, doing: str, thread: str = MAIN, limit_s: float = 0.0, position: int | None = None
     ) -> AbstractContextManager[None]:
         """While the calling thread does this. `position`: of the batch that it works on, if it does; after an error it
-        stays in the store, since the rank ended while it worked there."""
+        stays as it is, since the rank ended while it worked there."""
         return _Doing(self, thread, doing, limit_s, position)
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
@@ -182,13 +185,13 @@ class Progress:
         if self._thread is not None:
             self._thread.join(timeout=5.0)
 
-    def work_on(self, position: str) -> None:
-        """Say which batch the rank works on, or NOT_WORKING."""
-        if self._store is not None:
-            try:
-                self._store.set(self._working_key, position)
-            except Retryable:  # a store that stays away ends the run
-                pass
+    def work_on(self, position: int | None) -> None:
+        """Say which batch the rank works on, if it does."""
+        if self._work is not None:
+            self._work.say(position)
+        elif self._store is not None:
+            with suppress(Retryable):  # a store that stays away ends the run
+                self._store.set(self._working_key, NOT_WORKING if position is None else str(position))
 
     def _run(self) -> None:
         while True:

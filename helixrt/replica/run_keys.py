@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-NOT_WORKING = "-"
 PLAN_KEY = "plan"  # as JSON, where the ranks decide it: how far the run goes, batches of a step, a pipeline's first order
 EXIT_KEY = "exit"  # put by the driver: every replica that was not given up is done, ranks may exit
 
@@ -45,7 +44,7 @@ def progress_key(rank: str, incarnation: int) -> str:
 
 
 def working_key(rank: str, incarnation: int) -> str:
-    """Set by the rank: the position of the batch that it is working on, or NOT_WORKING."""
+    """Set by the rank, where it has no page for it: what `work_page.WorkPage.said` would give."""
     return f"working/{rank}/{incarnation}"
 
 

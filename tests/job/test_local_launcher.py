@@ -25,6 +25,7 @@ from helixrt.replica.adoption import AdoptedProcess
 from helixrt.replica.contracts import Coordinate, RankExit, RankSpec
 from helixrt.replica.orphan import command
 from helixrt.replica.rank_log import describe_code, last_error, log_name
+from helixrt.replica.work_page import NOT_WORKING
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0  # only what hangs takes so long, also on a machine that has no time for this process
@@ -96,6 +97,16 @@ while __name__ != "__main__" and not os.path.exists(os.environ["GATE"]):
     time.sleep(0.01)
 """  # the forerunner that imports it is ready when there is a file of that name
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a forerunner needs Linux")
+WORKING_RANK = """
+import json, os, sys
+from helixrt.replica.work_page import word_if_possible
+
+spec = json.load(sys.stdin)
+word = word_if_possible(spec["work_page"])
+for position in (3, None, 4) if spec["incarnation"] else (3, 4, None):
+    word.say(position)
+os.kill(os.getpid(), 9)
+"""
 STARTS = ["cold", pytest.param("warm", marks=linux)]
 
 
@@ -149,6 +160,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("programs")
     (folder / "tiny_rank.py").write_text(RANK)
     (folder / "drawing_rank.py").write_text(f"import numpy\nimport torch\n{RANK}")
+    (folder / "working_rank.py").write_text(WORKING_RANK)
     (folder / "gated_rank.py").write_text(f"{GATE}\n{RANK}")
     for name, imported in UNFIT.items():
         (folder / f"{name}.py").write_text(f"if __name__ == '__main__':\n    raise SystemExit(5)\n{imported}\n")
@@ -163,9 +175,11 @@ def launchers(tmp_path: Path, programs: Path) -> Iterator[Launchers]:
     """Makes launchers of a program's ranks, cold or warm; each has a folder of its own for logs, or the one that is named."""
     made: list[LocalLauncher] = []
 
-    def make(start: str, program: str = "tiny_rank", logs: str = "logs", **environment: str) -> LocalLauncher:
+    def make(
+        start: str, program: str = "tiny_rank", logs: str = "logs", pages: bool = False, **environment: str
+    ) -> LocalLauncher:
         variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{programs}", "OMP_NUM_THREADS": "1", **environment}
-        made.append(LocalLauncher(command(program), tmp_path / logs, variables, warm=start == "warm"))
+        made.append(LocalLauncher(command(program), tmp_path / logs, variables, warm=start == "warm", pages=pages))
         return made[-1]
 
     yield make
@@ -192,6 +206,26 @@ def test_start_is_idempotent_and_the_spec_arrives(launcher: LocalLauncher, tmp_p
     log = tmp_path / "logs" / "r4.pp1.inc0.log"
     assert until(lambda: log.read_text().splitlines(), "output") == [f"pid {pid} replica 4"]
     assert launcher.poll() == []
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_what_a_rank_was_working_on_when_it_was_killed_is_known(launchers: Launchers, start: str) -> None:
+    launcher = launchers(start, "working_rank", pages=True)
+    name = str(spec(0).coordinate)
+    assert launcher.working_on(name, 0) is None
+    for incarnation, said in enumerate((NOT_WORKING, "4")):
+        launcher.start(spec(0, incarnation=incarnation))
+        assert [each.code for each in polled(launcher, 1)] == [-9]
+        assert launcher.working_on(name, incarnation) == said
+        assert launcher.working_on(name, incarnation + 1) is None
+    assert launcher.working_on(name, 0) is None, "a later one was started"
+    assert launcher.working_on(str(spec(1).coordinate), 0) is None
+
+
+def test_without_pages_ranks_are_told_of_none(launchers: Launchers) -> None:
+    launcher = launchers("cold")
+    launcher.start(spec(0, do="0"))
+    assert [each.code for each in polled(launcher, 1)] == [0] and launcher.working_on(str(spec(0).coordinate), 0) is None
 
 
 def test_an_exit_is_reported_once_with_its_code(launcher: LocalLauncher) -> None:
@@ -645,9 +679,7 @@ def test_what_is_inherited_changes_with_the_process_and_with_nothing_else(
     assert difference(before, inherited(os.environ), {}) == "the working directory"
 
 
-def test_a_rank_whose_log_cannot_be_opened_waits_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_whose_log_cannot_be_opened_waits_and_the_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A disk that is full for a while. Before any rank was started the error ends the launch."""
     logs, quick = tmp_path / "logs", [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with_nothing = LocalLauncher(quick, tmp_path / "other")

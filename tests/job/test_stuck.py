@@ -14,8 +14,9 @@ from helixrt.job.stuck import Limits, RankWatch, Stuck, Suspicion, complaint, ex
 from helixrt.job.watch import ProgressWatch
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.progress import EXCHANGE, LEADER, LOOP, MAIN, Progress, ProgressReport, ThreadReport
-from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
+from helixrt.replica.run_keys import progress_key, working_key
 from helixrt.replica.store import MemoryRunStore
+from helixrt.replica.work_page import NOT_WORKING, WorkPage, WorkWord
 
 LIMITS = Limits(step_s=10.0, start_s=100.0, look_s=1.0)
 DEADLINE_S = 20.0
@@ -329,6 +330,32 @@ def test_the_position_stays_in_the_store_when_work_ended_with_an_error() -> None
         raise ZeroDivisionError
     assert store.get(key) == "6"
     progress.close()
+
+
+def test_the_position_is_said_in_the_page_of_memory_that_the_rank_was_given_and_not_in_the_store() -> None:
+    store, page, now = MemoryRunStore(), WorkPage(), [0.0]
+    progress = Progress(store, "r0.pp0", 2, period_s=1000.0, work=WorkWord(page.path))
+    watch = ProgressWatch(store, Limits(10.0, 20.0, 5.0), 1.0, lambda: now[0], lambda rank, incarnation: page.said())
+    watch.began(0, 2, ["r0.pp0"])
+    assert page.said() is None and watch.position(0, 2, "r0.pp0") is None
+    with progress.doing("work", position=5):
+        assert page.said() == "5" and watch.position(0, 2, "r0.pp0") == 5
+    assert page.said() == NOT_WORKING and watch.position(0, 2, "r0.pp0") is None
+    with pytest.raises(ZeroDivisionError), progress.doing("work", position=10**12):
+        raise ZeroDivisionError
+    assert watch.position(0, 2, "r0.pp0") == 10**12 and watch.position(0, 1, "r0.pp0") is None
+    assert store.get(working_key("r0.pp0", 2)) is None
+    progress.close()
+    page.close()
+    page.close()
+
+
+def test_what_a_rank_without_a_page_has_said_in_the_store_counts() -> None:
+    store, now = MemoryRunStore(), [0.0]
+    watch = ProgressWatch(store, Limits(10.0, 20.0, 5.0), 1.0, lambda: now[0])
+    watch.began(0, 2, ["r0.pp0"])
+    store.set(working_key("r0.pp0", 2), "7")
+    assert watch.position(0, 2, "r0.pp0") == 7
 
 
 def _wait_for_a_peer(event: threading.Event) -> None:
