@@ -83,7 +83,7 @@ class GatheredAppends(Appends):
             return self._first(index, record)
         with self._changed:
             if not self._has_room() and not self._changed.wait_for(self._has_room, WAIT_S):
-                raise Retryable(f"records of this replica do not reach the run's store: {self._failed or self._away}")
+                raise Retryable(f"records of this replica do not reach the run's store: {self._reason()}")
             idle = not self._pending
             self._pending.append((time.monotonic(), index, record))
             self._newest = index
@@ -102,7 +102,7 @@ class GatheredAppends(Appends):
         return index > self._newest  # another process has put it
 
     def _has_room(self) -> bool:
-        if self._failed:
+        if self._failed or self._close_by is not None:
             return False
         return not self._pending or time.monotonic() - self._pending[0][0] < AHEAD_S
 
@@ -112,7 +112,10 @@ class GatheredAppends(Appends):
             self._changed.notify_all()
             done = self._changed.wait_for(lambda: self._failed or self._is_put(target), timeout_s)
             if not done or not self._is_put(target):
-                raise Retryable(f"records of this replica do not reach the run's store: {self._failed or self._away or 'late'}")
+                raise Retryable(f"records of this replica do not reach the run's store: {self._reason()}")
+
+    def _reason(self) -> str:
+        return self._failed or self._away or ("closed" if self._close_by is not None else "it takes long")
 
     def _is_put(self, index: int) -> bool:
         return not self._pending or self._pending[0][1] > index
@@ -164,6 +167,7 @@ class GatheredAppends(Appends):
             self._stands(index, record)
             with self._changed:
                 self._pending.popleft()
+                self._away = ""
                 self._changed.notify_all()
 
     def _pause(self, why: str) -> bool:

@@ -195,3 +195,5 @@ def test_closing_gives_up_a_store_that_stays_away() -> None:
     life.appends.close(0.2)
     life.appends.close(0.2)
     assert 0.2 <= time.monotonic() - begin_s < 10.0 and life.told == []
+    with pytest.raises(Retryable, match="do not reach"):
+        life.appends.append(life.index, life.newest)
