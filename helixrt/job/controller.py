@@ -8,6 +8,7 @@ whether ranks are local processes or Ray actors.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -76,6 +77,7 @@ _NEW_PHASE = {
 }
 
 
+LOOK_S = 0.2  # of a driver between two looks at what is not urgent: each takes several calls of the run's store
 _OVER = frozenset({Phase.LOST, Phase.RESTARTING, Phase.GIVEN_UP, Phase.DRAINED})  # of the incarnation before
 
 
@@ -113,6 +115,7 @@ class Controller:
             period_s = timeouts.progress_period_s
             limits = Limits(timeouts.step_s, timeouts.start_s, 2 * period_s)
             self._watch = ProgressWatch(store, limits, period_s, clock, launcher.working_on)
+        self._look_s, self._looks_at = 0.0, -math.inf  # when the store is read for all replicas again
         self._wake = threading.Event()
         self._signal: int | None = None
 
@@ -134,15 +137,17 @@ class Controller:
                 self._tell_survivors(index, replica.incarnation)
                 self._launcher.kill(index)
 
-    def run(self, poll_s: float = 0.05, tick: Callable[[], None] = lambda: None) -> StopRun:
+    def run(self, poll_s: float = 0.05, tick: Callable[[], None] = lambda: None, look_s: float = 0.0) -> StopRun:
         """Start all replicas, or go on with those that were taken over, and see them through; returns how the run ended, with
         no rank left.
 
-        `tick` is called each round. Ctrl-C raises KeyboardInterrupt and SIGTERM raises `Terminated`
-        from here, once every rank is gone; so does whatever `tick` or the launcher raise. Raises Retryable when the store has
-        been away for too long: ranks that outlive this process go on then.
+        There is a round every `poll_s`, in which exits are seen. What is not urgent waits for the first round that comes
+        `look_s` after its last: whether a replica that runs is done, and `tick`, which is also called at the end. Ctrl-C
+        raises KeyboardInterrupt and SIGTERM raises `Terminated` from here, once every rank is gone; so does whatever `tick` or
+        the launcher raise. Raises Retryable when the store has been away for too long: ranks that outlive this process go on
+        then.
         """
-        goes_on = False
+        goes_on, ticks_at, self._look_s = False, self._clock(), look_s
         with self._signals():
             try:
                 if not self._attached:
@@ -150,8 +155,10 @@ class Controller:
                 while self.state.stopped is None:
                     self._pause(poll_s)
                     self._round()
-                    with suppress(Retryable):  # `_round` knows for how long the store has been away
-                        tick()
+                    if self._clock() >= ticks_at:
+                        ticks_at = self._clock() + look_s
+                        with suppress(Retryable):  # `_round` knows for how long the store has been away
+                            tick()
                 if self.state.stopped.ok:
                     self._let_go(poll_s, tick)
             except Retryable:
@@ -172,8 +179,8 @@ class Controller:
         """
         ended = sorted(self._launcher.poll(), key=lambda e: policies.severity(e.code))
         try:
-            self._read_store()
-            self._store_lost_s = None
+            if self._read_store(bool(ended)):
+                self._store_lost_s = None
         except Retryable as lost:
             now = self._clock()
             self._store_lost_s = now if self._store_lost_s is None else self._store_lost_s
@@ -190,14 +197,20 @@ class Controller:
         self._look_at_launches()
         self._feed(policies.Tick())
 
-    def _read_store(self) -> None:
+    def _read_store(self, at_once: bool) -> bool:
+        """Whether the store was asked. Of replicas that run it is asked once in `look_s`, or `at_once`: a rank has ended."""
+        asked, looks = False, at_once or self._clock() >= self._looks_at
+        if looks:
+            self._looks_at = self._clock() + self._look_s
         for index, replica in enumerate(self.state.replicas):
-            if replica.phase in policies.SETTLED:
+            if replica.phase in policies.SETTLED or (replica.phase is Phase.RUNNING and not looks):
                 continue
+            asked = True
             if self._store.get(done_key(index)) is not None:
                 self._feed(policies.ReplicaDone(index))
             elif replica.phase is not Phase.RUNNING and self._store.get(running_key(index, replica.incarnation)) is not None:
                 self._feed(policies.ReplicaRunning(index, replica.incarnation))
+        return asked
 
     def _look_for_stuck_ranks(self) -> None:
         if self._watch is None:

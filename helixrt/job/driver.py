@@ -23,7 +23,7 @@ from helixrt.job import checkpoint as checkpoints
 from helixrt.job.chaos import driver_is_due
 from helixrt.job.compaction import Compaction
 from helixrt.job.config import ChaosConfig, JobConfig
-from helixrt.job.controller import Controller, Happening, LifeEvent
+from helixrt.job.controller import LOOK_S, Controller, Happening, LifeEvent
 from helixrt.job.description import Description
 from helixrt.job.draining import DrainAsked, DrainRequests
 from helixrt.job.keeper import LOCK_FILE
@@ -257,7 +257,7 @@ class Driver:
             if self._standing is not None:
                 self._attach(self._standing)
             ours = True
-            stopped = self.controller.run(tick=self._tick)
+            stopped = self.controller.run(tick=self._tick, look_s=LOOK_S)
             self._tick()
             return self._end(stopped)
         except Retryable as lost:

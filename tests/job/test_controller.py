@@ -241,6 +241,55 @@ def test_a_tick_that_does_not_reach_the_store_ends_nothing() -> None:
     assert world.run(*[away] * 20, lambda: (world.finish(0), world.finish(1))).ok
 
 
+def test_what_is_not_urgent_is_looked_at_less_often_and_exits_in_each_round() -> None:
+    world, reads, polls, ticks = World(), list[float](), list[float](), list[float]()
+    get, poll = world.store.get, world.launcher.poll
+
+    def note_get(key: str) -> str | None:
+        if key == done_key(0):
+            reads.append(world.now)
+        return get(key)
+
+    def note_poll() -> list[RankExit]:
+        world.now += 0.1
+        polls.append(world.now)
+        if world.now > 100.0:
+            world.finish(0), world.finish(1)
+        return poll()
+
+    def tick() -> None:
+        ticks.append(world.now)
+
+    world.store.get, world.launcher.poll = note_get, note_poll  # type: ignore[method-assign]
+    world.running(0), world.running(1)
+    assert world.controller.run(poll_s=0, tick=tick, look_s=1.0).ok
+    running = [at for at in reads if 1.0 < at < 100.0]
+    assert len(polls) >= 1000 and 90 <= len(running) <= 101 and 90 <= len([at for at in ticks if at < 100.0]) <= 101
+
+
+def test_a_rank_that_has_ended_in_good_order_is_known_to_be_done_however_seldom_the_store_is_read() -> None:
+    world = World()
+
+    def all_exit() -> None:
+        for replica in range(2):
+            world.finish(replica)
+            for pp in range(2):
+                world.launcher.end(replica, pp, 0)
+
+    world.running(0), world.running(1)
+    polled = world.launcher.poll
+
+    def poll() -> list[RankExit]:
+        world.now += 0.1
+        if 5.0 < world.now < 5.15:
+            all_exit()
+        return polled()
+
+    world.launcher.poll = poll  # type: ignore[method-assign]
+    assert world.controller.run(poll_s=0, look_s=1000.0).ok
+    assert not any(line.startswith("lost") for line in world.told)
+
+
 @pytest.mark.parametrize(("number", "raises"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
 def test_a_signal_ends_every_rank_and_is_raised_again(number: signal.Signals, raises: type[BaseException]) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
