@@ -11,6 +11,7 @@ import mmap
 import os
 from contextlib import suppress
 
+_NAME = "helixrt-work"
 _BYTES = 8  # a signed number: the position, or one of these
 _NONE, _UNSAID = -1, -2
 NOT_WORKING = "-"
@@ -23,7 +24,7 @@ class WorkPage:
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
-        self._descriptor = os.memfd_create("helixrt-work")
+        self._descriptor = os.memfd_create(_NAME)
         try:
             os.ftruncate(self._descriptor, _BYTES)
             self._memory = mmap.mmap(self._descriptor, _BYTES)
@@ -53,6 +54,8 @@ class WorkWord:
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
+            if os.readlink(f"/proc/self/fd/{file.fileno()}") != f"/memfd:{_NAME} (deleted)":
+                raise OSError(f"{path} is no page: the process that made it has closed it")
             self._memory = mmap.mmap(file.fileno(), _BYTES)
         self._value = memoryview(self._memory).cast("q")
 

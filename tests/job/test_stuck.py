@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,7 @@ from helixrt.record import FlightRecord, Kind
 from helixrt.replica.progress import EXCHANGE, LEADER, LOOP, MAIN, Progress, ProgressReport, ThreadReport
 from helixrt.replica.run_keys import progress_key, working_key
 from helixrt.replica.store import MemoryRunStore
-from helixrt.replica.work_page import NOT_WORKING, WorkPage, WorkWord
+from helixrt.replica.work_page import NOT_WORKING, WorkPage, WorkWord, word_if_possible
 
 LIMITS = Limits(step_s=10.0, start_s=100.0, look_s=1.0)
 DEADLINE_S = 20.0
@@ -348,6 +350,23 @@ def test_the_position_is_said_in_the_page_of_memory_that_the_rank_was_given_and_
     progress.close()
     page.close()
     page.close()
+
+
+def test_a_descriptor_that_is_another_file_by_now_is_not_written_to(tmp_path: Path) -> None:
+    page = WorkPage()
+    path = page.path
+    page.close()
+    other = tmp_path / "other"
+    other.write_bytes(bytes(64))
+    with open(other, "r+b") as file:
+        os.dup2(file.fileno(), int(path.rpartition("/")[2]))
+        try:
+            with pytest.raises(OSError, match="is no page"):
+                WorkWord(path)
+            assert word_if_possible(path) is None and word_if_possible("") is None
+        finally:
+            os.close(int(path.rpartition("/")[2]))
+    assert other.read_bytes() == bytes(64)
 
 
 def test_what_a_rank_without_a_page_has_said_in_the_store_counts() -> None:
