@@ -355,17 +355,20 @@ def test_the_position_is_said_in_the_page_of_memory_that_the_rank_was_given_and_
 def test_a_descriptor_that_is_another_file_by_now_is_not_written_to(tmp_path: Path) -> None:
     page = WorkPage()
     path = page.path
+    number = int(path.rpartition("/")[2])
     page.close()
     other = tmp_path / "other"
     other.write_bytes(bytes(64))
-    with open(other, "r+b") as file:
-        os.dup2(file.fileno(), int(path.rpartition("/")[2]))
-        try:
-            with pytest.raises(OSError, match="is no page"):
-                WorkWord(path)
-            assert word_if_possible(path) is None and word_if_possible("") is None
-        finally:
-            os.close(int(path.rpartition("/")[2]))
+    taken = os.open(other, os.O_RDWR)
+    if taken != number:
+        os.dup2(taken, number)
+        os.close(taken)
+    try:
+        with pytest.raises(OSError, match="is no page"):
+            WorkWord(path)
+        assert word_if_possible(path) is None and word_if_possible("") is None
+    finally:
+        os.close(number)
     assert other.read_bytes() == bytes(64)
 
 
