@@ -34,7 +34,7 @@ MOMENTS = (
     "exchange_early",  # after the first bucket was exchanged
     "exchange_late",  # after the last bucket was exchanged
     "before_commit",  # voted, the record not put yet
-    "after_record",  # the record is in the store, the update not applied
+    "after_record",  # the record is in the store (in a run of one process: on its way), the update not applied
     "checkpoint",  # while a checkpoint is half written
     "fetch",  # after the first shard of a fetch
     "driver",  # the driver itself, replica -1

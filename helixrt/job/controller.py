@@ -275,19 +275,23 @@ class Controller:
         elif isinstance(decision, policies.KillReplica):
             self._launcher.kill(decision.replica)
         elif isinstance(decision, policies.SkipBatch):
-            self._put_surely(poison_key(decision.replica, decision.position), "skip")
+            self._list_poison(decision.replica, str(decision.position))
             incarnation = self.state.replicas[decision.replica].incarnation
             self._tell(Happening.SKIPPED, decision.replica, incarnation, decision.reason)
         elif isinstance(decision, StopRun):
             self._tell(Happening.STOPPED, -1, 0, decision.reason)
 
-    def _put_surely(self, key: str, value: str) -> None:
-        """Put it, before anything else is done; for as long as the store may be away."""
+    def _list_poison(self, replica: int, position: str) -> None:
+        index = 0
+        while self._put_surely(poison_key(replica, index), position) != position:
+            index += 1
+
+    def _put_surely(self, key: str, value: str) -> str:
+        """Put it, before anything else is done; for as long as the store may be away. Returns what stands."""
         deadline = self._clock() + self._store_patience_s
         while True:
             try:
-                self._store.put_if_absent(key, value)
-                return
+                return self._store.put_if_absent(key, value)
             except Retryable:
                 if self._clock() >= deadline:
                     raise

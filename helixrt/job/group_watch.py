@@ -71,7 +71,7 @@ class GroupWatch:
     def look(self) -> str:
         """Why this rank is to end; "" if it is not. Raises Retryable without the store."""
         if self._store.get(EXIT_KEY) is not None or not self._others:
-            return ""  # a replica of one rank sees at its quorums that it has ended
+            return ""  # a replica of one rank sees at its quorums or appends that it has ended
         codes = {other: json.loads(said)["code"] for other in self._others if (said := self._exit_of(other)) is not None}
         ended = self._store.get(ended_key(*self._life)) is not None
         left = not set(codes.values()) - {0, LEFT_EXIT} and (ended or LEFT_EXIT in codes.values())

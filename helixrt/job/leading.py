@@ -182,7 +182,7 @@ class Leading:
             self._job.steps,
             step_rules(context.config, memory, self._job.advance, self._job.engine.expects_overflow),
             context.spec.life,
-            skipped_positions(context.store, context.replica, entries[-1], context.config.deal),
+            skipped_positions(context.store, context.replica),
             self._order(entries),
         )
 
@@ -303,9 +303,9 @@ class Leading:
             note_waiting(self._context.output, text)
 
     def is_settled(self, record: CommitRecord) -> bool:
-        """Others were committed behind it, so no other record takes its place. From any thread."""
-        log = self._leader.machine.log
-        return log.on_chain(record.hash) and log.head.hash != record.hash
+        """Others were committed behind it and stand, so no other record takes its place. From any thread."""
+        behind = self._leader.machine.log.after(record.hash)
+        return behind is not None and not self._leader.appends.is_pending(behind)
 
     def flush(self) -> None:
         """Return once the run's log has every record of this replica, and the lineage's writer too. From any thread. Raises

@@ -15,7 +15,6 @@ import torch
 from helixrt.job.config import JobConfig
 from helixrt.protocol.catchup_memory import GB, CatchupMemory, catchup_memory
 from helixrt.protocol.step import messages as p
-from helixrt.protocol.step.deal import Deal
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.quorum import StepRules
 from helixrt.replica.contracts import Engine, RunStore
@@ -23,7 +22,6 @@ from helixrt.replica.run_keys import OfRank, poison_key
 from helixrt.replica.state_shards import shards_of
 
 SHOWN_EXCLUSIONS = 20  # in the console's summary and on the report's page; report.json has all
-_NEAR = 8  # positions around that of the head for which a batch may be left out
 
 
 def publish_memory(config: JobConfig, engine: Engine, store: RunStore, life: str, rank: int) -> None:
@@ -62,11 +60,12 @@ def step_rules(config: JobConfig, memory: CatchupMemory, advance: int = 1, expec
     )
 
 
-def skipped_positions(store: RunStore, replica: int, head: CommitRecord, deal: tuple[Deal, ...] = ()) -> frozenset[int]:
-    """The positions of the replica's stream, near that of the head, whose batches are left out (`on_poison=skip`)."""
-    position = head.positions.get(replica, 0) if head.deal == deal else 0
-    near = range(max(0, position - _NEAR), position + _NEAR)
-    return frozenset(at for at in near if store.get(poison_key(replica, at)) is not None)
+def skipped_positions(store: RunStore, replica: int) -> frozenset[int]:
+    """The positions of the replica's stream whose batches are left out in this life of the run (`on_poison=skip`)."""
+    found = set[int]()
+    while (position := store.get(poison_key(replica, len(found)))) is not None:
+        found.add(int(position))
+    return frozenset(found)
 
 
 def waiting_text(action: p.Wait, limit_s: float, folder: Path) -> str | None:

@@ -24,7 +24,7 @@ from helixrt.replica.runlog import RunLog
 GATHER_S = 0.05  # how long a record waits for others
 AHEAD_S = 1.0  # how old a record may be that does not stand, before the step behind it waits
 WAIT_S = 0.5  # so long it waits at a time; then it is asked again
-FLUSH_S = 10.0  # how long `flush` waits: then the caller asks again
+FLUSH_S = 60.0  # how long `flush` waits: then the caller asks again
 CLOSE_S = 5.0
 _PAUSE_S = 0.2  # before a store that was away is asked again
 
@@ -35,12 +35,20 @@ class Appends:
 
     def __init__(self, log: RunLog, check_fence: Callable[[], None]) -> None:
         self._log, self._check_fence = log, check_fence
+        self.own_stands = False
+        """A record that was appended here stands."""
 
     def append(self, index: int, record: CommitRecord) -> CommitRecord:
         """Propose `record` as entry `index`; returns the entry that stands there, this or another. Raises Retryable without the
         store: it may stand all the same."""
         self._check_fence()
-        return self._log.append(index, record)
+        standing = self._log.append(index, record)
+        self.own_stands = self.own_stands or standing.hash == record.hash
+        return standing
+
+    def is_pending(self, record: CommitRecord) -> bool:
+        """Whether this record was appended and is not known to stand; from any thread."""
+        return False
 
     def stands_already(self, index: int) -> bool:
         """Whether the entry `index`, which the leader knows, is known to stand in the run's log."""
@@ -74,6 +82,7 @@ class GatheredAppends(Appends):
         self._failed = ""  # why nothing is put any more
         self._away = ""  # the store did not answer the newest try
         self._close_by: float | None = None
+        self._ended = False  # the thread, after `close`
         self._thread: threading.Thread | None = None
 
     def append(self, index: int, record: CommitRecord) -> CommitRecord:
@@ -93,10 +102,15 @@ class GatheredAppends(Appends):
 
     def _first(self, index: int, record: CommitRecord) -> CommitRecord:
         standing = super().append(index, record)
-        if standing.hash == record.hash and self._close_by is None:
-            self._thread = threading.Thread(target=self._run, name="helixrt-appends", daemon=True)
-            self._thread.start()
+        if self.own_stands:
+            thread = threading.Thread(target=self._run, name="helixrt-appends", daemon=True)
+            thread.start()
+            self._thread = thread
         return standing
+
+    def is_pending(self, record: CommitRecord) -> bool:
+        with self._changed:
+            return any(each.hash == record.hash for _, _, each in self._pending)
 
     def stands_already(self, index: int) -> bool:
         return index > self._newest  # another process has put it
@@ -110,8 +124,8 @@ class GatheredAppends(Appends):
         with self._changed:
             target, self._hurry = self._newest, True
             self._changed.notify_all()
-            done = self._changed.wait_for(lambda: self._failed or self._is_put(target), timeout_s)
-            if not done or not self._is_put(target):
+            self._changed.wait_for(lambda: self._failed or self._ended or self._is_put(target), timeout_s)
+            if not self._is_put(target):
                 raise Retryable(f"records of this replica do not reach the run's store: {self._reason()}")
 
     def _reason(self) -> str:
@@ -140,9 +154,13 @@ class GatheredAppends(Appends):
                         return
         except BaseException as error:
             with self._changed:
-                self._failed = str(error)
+                self._failed = str(error) or type(error).__name__
                 self._changed.notify_all()
             self._broken(error)
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
 
     def _await_records(self) -> bool:
         """Wait for records, and until others have been gathered with the first; False at the end."""

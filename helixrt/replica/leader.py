@@ -6,8 +6,8 @@ the answer to a call) also handles it, unless another thread is at it: then that
 order, one at a time, and a step needs no hand-over to a thread of the leader's own. That thread also appends the step's record:
 everybody waits for it. One thread, `helixrt-coordination`, makes the other calls that block (a quorum, the store), of which
 there is never more than one at a time. In a run of one replica a quorum does not wait, and the thread that handles an event
-joins as well. In a run of one replica of one rank nobody waits for a record, and it is put in the background
-(`appends`). Follows DESIGN.md, "The life of a step".
+joins as well, but once in `ASK_S`, when the store is asked whether the replica is to leave; in one of a single rank its
+records are put in the background (`appends`). Follows DESIGN.md, "The life of a step".
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -42,6 +43,7 @@ from helixrt.replica.leader_hooks import LeaderHooks
 from helixrt.replica.runlog import RunLog
 from helixrt.timeouts import Timeouts
 
+ASK_S = 0.05  # between two questions of a replica alone whether it is to leave
 STORE_PAUSE_S = 0.5  # before an unanswered store is asked again
 WAIT_PAUSE_S = 0.5  # between two quorums that wait for a holder of newer state
 HOLD_PAUSE_S = 0.1  # between two looks for the end of a fetch that all wait for
@@ -90,6 +92,7 @@ class Leader:
         self._done: list[_Item] = []  # ranks that were done meanwhile
         self._loads, self._newer_than = 0, -1
         self._fence_read = False  # for the append that the quorum comes right after
+        self._asks_at = 0.0  # when it is asked again whether this replica is to leave
         self.appends = Appends(log, holders.check_fence)
         if membership.alone and machine.group_world_size == 1:
             self.appends = GatheredAppends(log, holders.check_fence, hooks.decided, hooks.broken)
@@ -228,8 +231,8 @@ class Leader:
                 known, me = len(self.machine.log), action.me
                 if not self.membership.alone or known == 1:  # else no replica fetches from it or compares its initial state
                     me = dataclasses.replace(me, addresses=self.addresses, initial=self.initial)
-                if self.membership.alone:
-                    self._own.append(lambda: self._join(me, known))
+                if self.membership.alone and self._fence_read and time.monotonic() < self._asks_at:
+                    self._own.append(lambda: self._join(me, known, asks=False))
                 else:
                     self._blocking.put(lambda: self._join(me, known))
             case p.Append():
@@ -312,24 +315,25 @@ class Leader:
         except BaseException as error:
             self.hooks.broken(error)
 
-    def _join(self, me: Member, known: int) -> p.Event | _Leave | None:
+    def _join(self, me: Member, known: int, asks: bool = True) -> p.Event | _Leave | None:
         try:
-            if not (self.membership.alone and self._fence_read):  # alone it forms in the thread that has just appended
+            if not (self.membership.alone and self._fence_read):  # alone it forms right behind the append
                 self.holders.check_fence()
             self._fence_read = False
-            if why := self.hooks.leaving():
-                self.appends.flush()
-                return _Leave(why)
+            if asks:
+                self._asks_at = time.monotonic() + ASK_S
+                if why := self.hooks.leaving():
+                    self.appends.flush()
+                    return _Leave(why)
             formed = self.membership.join(me, self.timeouts.join_s)
-            # Alone, this replica has put every entry itself. One that a predecessor put, which is fenced, shows at the append.
-            read = not self.membership.alone or known <= 1
+            # Alone, a replica puts all entries behind one of its own: a predecessor, which is fenced, can put none there.
+            read = not (self.membership.alone and self.appends.own_stands)
             entries = tuple(self.log.read_from(known)) if read else ()
             if known + len(entries) == 1 and (instead := self.hooks.agree(formed, me)) is not None:
                 return instead
             return p.Formed(formed.generation, formed.members, entries, self.log.begin)
         except Retryable as error:
-            self._later(p.JoinFailed(str(error)))
-            return None
+            return self._later(p.JoinFailed(str(error)))
 
     def _append(self, action: p.Append) -> p.Event | None:
         try:
@@ -337,19 +341,19 @@ class Leader:
             self._fence_read = True
             return p.Appended(action.index, stands)
         except Retryable:
-            self._later(p.StoreLost())
-            return None
+            return self._later(p.StoreLost())
 
     def _read(self, index: int) -> p.Event | None:
         try:
             return p.LogRead(tuple(self.log.read_from(index)))
         except Retryable:
-            self._later(p.StoreLost())
-            return None
+            return self._later(p.StoreLost())
 
-    def _later(self, event: p.Event) -> None:
-        """Handle it after a pause, which the thread that handles events does not wait for: it may be the one that computes."""
+    def _later(self, event: p.Event) -> p.Event | None:
+        """None: it is handled after a pause, for which the thread that handles events, and may be the one that computes, does
+        not wait."""
         self._blocking.put(lambda: None if self._closed.wait(STORE_PAUSE_S) else event)
+        return None
 
     def _wait(self, action: p.Wait) -> p.Event | None:
         self._closed.wait(WAIT_PAUSE_S)

@@ -94,9 +94,9 @@ def order_key(order: str) -> str:
     return f"schedule/{order}"
 
 
-def poison_key(replica: int, position: int) -> str:
-    """Put by the driver: the batch at this position of the replica's stream is to be left out."""
-    return f"poison/{replica}/{position}"
+def poison_key(replica: int, index: int) -> str:
+    """Entry `index` of the list of batches of the replica's stream that are to be left out, put by the driver: the position."""
+    return f"poison/{replica}/{index}"
 
 
 def saves_key(replica: int, incarnation: int) -> str:
@@ -106,7 +106,8 @@ def saves_key(replica: int, incarnation: int) -> str:
 
 def ended_key(replica: int, incarnation: int) -> str:
     """Put by the driver when a process of this incarnation has ended too early, and by the leader of its successor:
-    it takes part no more. A rank reads its own at every quorum and before every append, and stops if it is there."""
+    it takes part no more. A rank reads its own before it puts records and, of several replicas, at every quorum, and stops if
+    it is there."""
     return f"ended/{replica}/{incarnation}"
 
 

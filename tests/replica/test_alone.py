@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from helixrt.errors import Fatal, Retryable, StartAgain
+from helixrt.errors import Departed, Fatal, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Log, genesis
 from helixrt.protocol.step.machine import StepMachine
@@ -136,7 +136,7 @@ def test_no_other_thread_takes_part_in_a_step_and_no_gradient_is_copied(alone: C
     replica.train()
     ends = threading.get_ident()
     own_calls = [call for call, thread in zip(replica.store.calls, replica.store.threads, strict=True) if thread == ends]
-    assert own_calls[-1] == ("put_if_absent", "log/1") and len(set(replica.store.threads)) == 2
+    assert own_calls == [("get", ended_key(0, 0)), ("put_if_absent", "log/1")], "the coordination thread asks before the first"
     joins = [event for event in replica.record.events() if event.kind is Kind.QUORUM_JOIN]
     assert ends in threads and len(threads) <= 2 and len(joins) >= 10  # the join after the last step may be another thread's
     own = replica.engine.buckets[0]
@@ -214,6 +214,39 @@ def test_while_the_store_is_away_steps_wait_soon_and_the_loop_can_be_ended(alone
     newest_s = max(event.end_s for event in replica.record.events() if event.kind is Kind.APPLY)
     away_s = next(event.end_s for event in replica.record.events() if event.kind is Kind.WORK_BEGIN and event.step == 5)
     assert count >= 5 and newest_s - away_s < 2.0, "it goes on for about a second"
+
+
+def test_a_store_that_does_not_answer_whether_to_leave_does_not_hold_up_the_loop(alone: Callable[..., Alone]) -> None:
+    replica, hangs, asked = alone(100_000), threading.Event(), set[int]()
+
+    def leaving() -> str:
+        asked.add(threading.get_ident())
+        if len(replica.done) > 5:
+            replica.worker.fail(Fatal("the driver is gone"))
+            hangs.wait(30.0)
+        return ""
+
+    replica.leader.hooks.leaving = leaving
+    begin_s = time.monotonic()
+    with pytest.raises(Fatal, match="the driver is gone"):
+        replica.train()
+    assert time.monotonic() - begin_s < 15.0 and threading.get_ident() not in asked
+    hangs.set()
+
+
+def test_a_replica_alone_leaves_soon_with_all_records_in_the_log(alone: Callable[..., Alone]) -> None:
+    replica, left = alone(100_000), list[str]()
+
+    def departed(machine: StepMachine, why: str) -> None:
+        left.append(f"{why} after step {machine.held_step}, {len(RunLog(replica.store).read_from(0)) - 1} in the log")
+        replica.worker.dispatch(Exit(why))
+
+    replica.leader.hooks.leaving = lambda: "asked" if len(replica.done) >= 20 else ""
+    replica.leader.hooks.departed = departed
+    with pytest.raises(Departed, match="asked"):
+        replica.train()
+    step = len(replica.done)
+    assert left == [f"asked after step {step}, {step} in the log"] and 20 <= step < 5000
 
 
 def test_a_store_that_comes_back_gets_every_record(alone: Callable[..., Alone]) -> None:
