@@ -177,7 +177,7 @@ def test_the_limits_of_restarts_are_those_of_the_settings(ended_run: Driver, mon
             given.append(options)
             super().__init__(launcher, store, specs, options, *more, **named)
 
-        def run(self, poll_s: float = 0.05, tick: Callable[[], None] = lambda: None) -> StopRun:
+        def run(self, *args: Any, **named: Any) -> StopRun:
             return StopRun(True, "")
 
     monkeypatch.setattr(drivers, "Controller", Given)
