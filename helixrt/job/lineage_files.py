@@ -26,7 +26,7 @@ from helixrt.errors import ConfigError, Retryable
 from helixrt.job.storage_trouble import StorageTrouble
 from helixrt.protocol.step.lineage import Behind, CommitRecord, Log
 
-GATHER_S = 1.0  # how long a record waits for others to share its file
+GATHER_S = 0.1  # how long a record waits for others to share its file
 _MOST = 1024  # records in a file
 _BEHIND = "begin.json"  # what lies behind the first entry, once old ones were deleted
 
