@@ -301,7 +301,7 @@ class Leader:
         before = self.machine.log.entry(action.index - 1) if action.index else None
         if before is not None and action.record.parent != before.hash:
             self.record.write(Kind.SUPERSEDE, step=action.record.step, old=before.hash, new=action.record.hash)
-        if self.appends.stands_already(action.index):  # else it is told when it does
+        if self.appends.stands_already(action.index):  # else `appends` calls `decided` later
             self.hooks.decided(action.index, action.record)
 
     # ---------------------------------------------------------------- what blocks

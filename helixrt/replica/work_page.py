@@ -41,7 +41,7 @@ class WorkPage:
         return None if value == _UNSAID else NOT_WORKING if value == _NONE else str(value)
 
     def close(self) -> None:
-        """Give the memory back; idempotent. The rank may still say something, which nobody reads."""
+        """Unmap and close this process's side; idempotent. The rank's side stays usable, and has no reader then."""
         if self._descriptor >= 0:
             self._value.release()
             self._memory.close()

@@ -80,6 +80,16 @@ class Incarnation:
                 return
 
 
+def with_one_record() -> tuple[Flaky, Incarnation]:
+    """A store that answers, and an incarnation whose first record stands."""
+    store = Flaky(random.Random(0), 0.0)
+    RunLog(store).append(0, ROOT)
+    life = Incarnation(store, 0)
+    life.begin()
+    life.commit()
+    return store, life
+
+
 def sure(call):  # type: ignore[no-untyped-def]
     while True:
         try:
@@ -144,11 +154,7 @@ def test_what_was_flushed_stands_and_is_told(seed: int) -> None:
 
 
 def test_a_flush_that_cannot_be_says_why() -> None:
-    store = Flaky(random.Random(0), 0.0)
-    RunLog(store).append(0, ROOT)
-    life = Incarnation(store, 0)
-    life.begin()
-    life.commit()
+    store, life = with_one_record()
     store.loses = 1.0
     life.commit()
     begin_s = time.monotonic()
@@ -163,11 +169,7 @@ def test_a_flush_that_cannot_be_says_why() -> None:
 
 def test_records_may_be_ahead_of_the_store_for_a_second_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appends, "AHEAD_S", 0.1)
-    store = Flaky(random.Random(0), 0.0)
-    RunLog(store).append(0, ROOT)
-    life = Incarnation(store, 0)
-    life.begin()
-    life.commit()
+    store, life = with_one_record()
     store.loses = 1.0
     begin_s = time.monotonic()
     record = life.newest
@@ -184,11 +186,7 @@ def test_records_may_be_ahead_of_the_store_for_a_second_and_no_longer(monkeypatc
 
 
 def test_closing_gives_up_a_store_that_stays_away() -> None:
-    store = Flaky(random.Random(0), 0.0)
-    RunLog(store).append(0, ROOT)
-    life = Incarnation(store, 0)
-    life.begin()
-    life.commit()
+    store, life = with_one_record()
     store.loses = 1.0
     life.commit()
     begin_s = time.monotonic()
