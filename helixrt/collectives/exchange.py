@@ -33,9 +33,9 @@ class Exchange(ABC):
         """Put the sum over members of `source / divisor` (any shape, contiguous) into `out`; blocks.
 
         Every member gets the same bits. `source` is left as it was.
-        Raises Retryable as soon as a member is lost or `abort` was called; `out` is then undefined, and `cause.peers`
-        are the replica ids of members that this one found silent or gone itself, if it can tell. Raises Fatal when
-        this rank's own network device failed and no other way is left: the process should end.
+        Raises Retryable as soon as `abort` was called, or a member is lost that has not sent all of its part; `out` is then
+        undefined, and `cause.peers` are the replica ids of members that this one found silent or gone itself, if it can tell.
+        Raises Fatal when this rank's own network device failed and no other way is left: the process should end.
         """
 
     def all_reduce_together(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:

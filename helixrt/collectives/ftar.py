@@ -17,6 +17,7 @@ import torch
 from helixrt.collectives.communicator import Communicator
 from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.exchange import Exchange, rank_among
+from helixrt.collectives.handle import End
 from helixrt.collectives.memory import flat
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
@@ -92,9 +93,10 @@ class FtarExchange(Exchange):
                 handle.wait()
         except Retryable as error:
             self._fail(error)
-        # Success and abort may cross; to the caller an aborted generation never succeeds.
-        if self._communicator.failure is not None:
-            self._fail(self._communicator.failure)
+        # Success and abort may cross; to the caller an aborted generation never succeeds. A member that is lost once all has
+        # arrived is another matter: the others may have this sum, and a step committed with it.
+        if (failure := self._communicator.failure) is not None and failure.end is End.ABORTED:
+            self._fail(failure)
 
     def abort(self, generation: int = -1) -> None:
         self._aborted = max(self._aborted, generation)

@@ -3,9 +3,9 @@
 `python killed.py STEPS FOLDER SCRIPT [CASE [REPLICAS [DP_SHARD [MEMBERSHIP]]]] [--pp PP] [--cp CP] [--tp TP]
 [--device DEVICE] [--dtype DTYPE]`: SCRIPT reads STEPS from its first argument, and CASE if it has any. A replica has
 DP_SHARD x TP or PP x CP x TP ranks; the last one ends.
-Replica 0 waits in step 6 until the new incarnation has begun, and goes on slowly until that takes part again, so that the
-rejoined replica contributes to many steps on any machine. The ids that each stream's sampler deals in the first epoch are left
-in FOLDER/ids.STREAM.json.
+It ends once replica 0 has step 3 as well, which then stands. Replica 0 waits in step 6 until the new incarnation has begun,
+and goes on slowly until that takes part again, so that the rejoined replica contributes to many steps on any machine. The ids
+that each stream's sampler deals in the first epoch are left in FOLDER/ids.STREAM.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _given(name: str, usual: str) -> str:
 
 
 PP, CP, TP = (int(_given(axis, "1")) for axis in ("--pp", "--cp", "--tp"))
-KILLED, AGAIN = FOLDER / "killed", FOLDER / "again"
+THIRD, KILLED, AGAIN = FOLDER / "third", FOLDER / "killed", FOLDER / "again"
 
 spec = importlib.util.spec_from_file_location("script", SCRIPT)
 assert spec is not None and spec.loader is not None
@@ -53,7 +53,12 @@ def train(session: helixrt.Session) -> None:
         if PP * CP > 1:
             ranks = session._host.connect_stages(session.device).mesh
             last = last and ranks.rank("pp", "cp") == PP * CP - 1
+        if session.replica == 0 and step == 3:
+            THIRD.touch()
         if session.replica == 1 and last and step == 3 and not KILLED.exists():
+            with session.busy("waiting for the other replica", 400.0):
+                while not THIRD.exists():
+                    time.sleep(0.02)
             KILLED.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if session.replica == 0 and step >= 6:

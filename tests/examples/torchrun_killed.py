@@ -1,7 +1,8 @@
 """Runs examples/existing_loop.py under torchrun; replica 1 ends by SIGKILL after step 3, and is started again by torchrun.
 
-`torchrun ... torchrun_killed.py STEPS FOLDER`. Replica 0 waits in step 6 until the new incarnation has begun, and goes on
-slowly until that takes part again, so that the rejoined replica contributes to many steps on any machine.
+`torchrun ... torchrun_killed.py STEPS FOLDER`. Replica 1 ends once replica 0 has step 3 as well, which then stands. Replica 0
+waits in step 6 until the new incarnation has begun, and goes on slowly until that takes part again, so that the rejoined
+replica contributes to many steps on any machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import helixrt
 
 FOLDER = Path(sys.argv[2])
-KILLED, AGAIN = FOLDER / "killed", FOLDER / "again"
+THIRD, KILLED, AGAIN = FOLDER / "third", FOLDER / "killed", FOLDER / "again"
 init = helixrt.init
 
 
@@ -32,7 +33,12 @@ def disturbed(**settings: Any) -> helixrt.Session:
         log(values)
         assert session.step is not None and session.step.done is not None
         done, step = session.step.done, session.step.done.step
+        if session.replica == 0 and step == 3:
+            THIRD.touch()
         if session.replica == 1 and step == 3 and not KILLED.exists():
+            with session.busy("waiting for the other replica", 200.0):
+                while not THIRD.exists():
+                    time.sleep(0.02)
             KILLED.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if session.replica == 0 and step >= 6:
