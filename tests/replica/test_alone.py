@@ -201,7 +201,7 @@ def test_while_the_store_is_away_steps_wait_soon_and_the_loop_can_be_ended(alone
     def leave(event: Event) -> None:
         if event.kind is Kind.WORK_BEGIN and event.step == 5:
             replica.store.away = True
-            replica.end_soon = threading.Timer(2.5, lambda: replica.worker.fail(Fatal("the driver is gone")))
+            replica.end_soon = threading.Timer(5.0, lambda: replica.worker.fail(Fatal("the driver is gone")))
             replica.end_soon.start()
 
     replica.record.attach(leave)
@@ -213,7 +213,7 @@ def test_while_the_store_is_away_steps_wait_soon_and_the_loop_can_be_ended(alone
     count = len(replica.done)
     newest_s = max(event.end_s for event in replica.record.events() if event.kind is Kind.APPLY)
     away_s = next(event.end_s for event in replica.record.events() if event.kind is Kind.WORK_BEGIN and event.step == 5)
-    assert count >= 5 and newest_s - away_s < 2.0, "it goes on for about a second"
+    assert count >= 5 and newest_s - away_s < 4.0, "it goes on for about a second, more on a busy machine"
 
 
 def test_a_store_that_does_not_answer_whether_to_leave_does_not_hold_up_the_loop(alone: Callable[..., Alone]) -> None:
