@@ -331,12 +331,18 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], list[str], int]]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill an owner and remove what it leaves. (Its programs may hold its output open: that is not waited for.)"""
+    """Kill an owner and remove what it leaves; tests beside this one need theirs. (Its programs may hold its output open: that
+    is not waited for.)"""
     process.kill()
     process.wait(DEADLINE_S)
     assert process.stdout is not None
     process.stdout.close()
-    namespaces.clean()
+    namespaces.remove(of(process))
+
+
+def of(process: subprocess.Popen[str]) -> list[str]:
+    """Names of its namespaces that exist."""
+    return [name for name in namespaces.existing() if f"-{process.pid}-" in name]
 
 
 def is_gone(pid: int) -> bool:
@@ -379,7 +385,7 @@ def test_whenever_a_signal_comes_and_comes_again_nothing_is_left(seed: int) -> N
             time.sleep(draw.random() * draw.choice((0.0, 0.003, 0.05)))
             process.send_signal(draw.choice((signal.SIGTERM, signal.SIGINT)))
             process.wait(DEADLINE_S)
-            left = [name for name in namespaces.existing() if f"-{process.pid}-" in name]
+            left = of(process)
         finally:
             end(process)
         assert not left
@@ -416,7 +422,7 @@ def test_up_tells_how_to_enter_and_keeps_until_ctrl_c() -> None:
     finally:
         process.kill()
         process.communicate()
-    assert not [name for name in namespaces.existing() if f"-{process.pid}-" in name]
+    assert not of(process)
 
 
 @pytest.mark.netns
