@@ -49,7 +49,7 @@ from helixrt.replica.contracts import Engine, RankSpec
 from helixrt.replica.layout_book import LayoutBook
 from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.telling import flush_all, tell, tell_traceback
+from helixrt.replica.telling import flush_all, tell, tell_native_ends, tell_traceback
 
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
 _CLOSE_S = 60.0  # for a checkpoint that was begun, when the rank ends
@@ -95,6 +95,7 @@ class RankRuntime:
     def __enter__(self) -> RankRuntime:
         torch.set_num_threads(self.context.config.threads)
         keep_freed_memory()
+        tell_native_ends()
         self._term.__enter__()
         return self
 

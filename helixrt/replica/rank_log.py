@@ -13,7 +13,8 @@ from pathlib import Path
 from helixrt.replica.contracts import Coordinate
 
 _TAIL_BYTES = 1 << 16
-_ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Fatal|Retryable|MissingExtra|Interrupt|Exit)\b|Fatal Python error:)")
+_NATIVE_END = "Fatal Python error:"  # of Python's faulthandler
+_ERROR_LINE = re.compile(rf"^(?:[\w.]*(?:Error|Exception|Fatal|Retryable|MissingExtra|Interrupt|Exit)\b|{_NATIVE_END})")
 
 
 def rank_label(coordinate: Coordinate) -> str:
@@ -38,10 +39,11 @@ def describe_code(code: int) -> str:
 
 
 def last_traceback(log: Path) -> str:
-    """The last traceback of the log, from its first cause on, with what the rank said after it; "" without one."""
+    """The last traceback of the log, from its first cause on, with what the rank said after it; of a rank that ended in native
+    code, what its thread ran there (`telling.tell_native_ends`); "" without one."""
     lines = _tail(log)
     first = _last_traceback(lines)
-    return "" if first is None else "\n".join(lines[first:])
+    return "\n".join(_native_end(lines, first) or ([] if first is None else lines[first:]))
 
 
 def last_error(log: Path) -> str:
@@ -51,6 +53,8 @@ def last_error(log: Path) -> str:
     """
     lines = _tail(log)
     first = _last_traceback(lines)
+    if native := _native_end(lines, first):
+        return native[0].strip()
     if first is not None:
         for line in lines[first + 1 :]:
             if line and not line[0].isspace():
@@ -70,6 +74,19 @@ def _tail(log: Path) -> list[str]:
             return file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
+
+
+def _native_end(lines: Sequence[str], traceback: int | None) -> list[str]:
+    """The last end in native code, and the stack of the thread that came to it; all stacks if that is no thread of Python's.
+    Nothing if there was none after the last traceback, which begins in line `traceback`."""
+    begin = max((i for i, line in enumerate(lines) if line.startswith(_NATIVE_END)), default=-1)
+    if begin < (0 if traceback is None else traceback):
+        return []
+    found = next((i for i, line in enumerate(lines[begin:], begin) if line.startswith("Current thread ")), None)
+    if found is None:
+        return list(lines[begin:])
+    end = next((i for i, line in enumerate(lines[found:], found) if not line.strip()), len(lines))
+    return [lines[begin], *lines[found:end]]
 
 
 def _last_traceback(lines: Sequence[str]) -> int | None:

@@ -6,6 +6,7 @@ could not print a message would take checkpoints or the run with it.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import traceback
 from contextlib import suppress
@@ -23,6 +24,14 @@ def tell_traceback(error: BaseException, at: TracebackType | None = None) -> Non
     """Print it to standard error; `at`: from this frame on."""
     with suppress(OSError, ValueError):
         traceback.print_exception(type(error), error, error.__traceback__ if at is None else at)
+
+
+def tell_native_ends() -> None:
+    """From now on a process that ends by SIGSEGV, SIGBUS, SIGFPE, SIGILL or SIGABRT writes first to standard error what each of
+    its threads ran. Nothing where that is on already, or where standard error is no file."""
+    with suppress(OSError, ValueError, RuntimeError, AttributeError):
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
 
 
 def flush_all() -> None:

@@ -3,6 +3,7 @@ model. With CHECKPOINTS=storage in the environment checkpoints are in a storage:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -120,6 +121,9 @@ def train(session: helixrt.Session) -> None:
         if CASE == "exception" and session.replica == 1 and done.step == 3 and not (FOLDER / "raised").exists():
             (FOLDER / "raised").touch()
             raise ValueError("the disk is full")
+        if CASE == "native" and session.replica == 1 and done.step == 3 and not (FOLDER / "broke").exists():
+            (FOLDER / "broke").touch()
+            ctypes.string_at(0)
         if CASE == "all die" and done.step == 7 and not (FOLDER / f"died{session.replica}").exists():
             with session.busy("waiting for the checkpoint of step 5", 60.0):
                 while not list(FOLDER.glob("bucket/*/*/complete.json" if STORAGE else "latest/checkpoints/*/complete.json")):

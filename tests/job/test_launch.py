@@ -251,6 +251,18 @@ def test_an_exception_in_one_replica_restarts_that_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_report_shows_where_a_rank_ended_in_native_code(tmp_path: Path) -> None:
+    done = launch("native", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed by SIGSEGV" in done.stdout
+    (traceback,) = json.loads((newest(tmp_path) / "report.json").read_text())["tracebacks"]
+    assert (traceback["replica"], traceback["incarnation"]) == (1, 0)
+    assert traceback["text"].startswith("Fatal Python error: Segmentation fault\nCurrent thread"), traceback
+    assert "in string_at" in traceback["text"] and "launched.py" in traceback["text"]
+    assert audit(chain(newest(tmp_path)), advance=2).clean and len(set(reported(newest(tmp_path)))) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize(("replicas", "checkpoints"), [(1, ""), (2, ""), (2, "storage")])
 def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(replicas: int, checkpoints: str, tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
-"""Messages that cannot be printed are lost, and cost nothing else."""
+"""Messages that cannot be printed are lost, and cost nothing else; a process that ends in native code says where."""
 
 from __future__ import annotations
 
+import faulthandler
 import io
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from helixrt.replica.telling import tell
+from helixrt.replica.rank_log import last_error, last_traceback
+from helixrt.replica.telling import tell, tell_native_ends
 
 
 def test_a_stream_that_takes_nothing_and_one_that_is_closed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,3 +26,46 @@ def test_a_stream_that_takes_nothing_and_one_that_is_closed(capsys: pytest.Captu
     tell("lost", closed)
     tell("said")
     assert capsys.readouterr().err == "said\n"
+
+
+BROKEN = """
+import ctypes, faulthandler, sys, threading
+from helixrt.replica.telling import tell_native_ends
+
+def waits():
+    threading.Event().wait()
+
+def breaks():
+    ctypes.string_at(0)
+
+try:
+    raise ValueError("of earlier")
+except ValueError:
+    import traceback
+    traceback.print_exc()
+tell_native_ends()
+assert faulthandler.is_enabled()
+threading.Thread(target=waits, daemon=True).start()
+breaks()
+"""
+
+
+def test_the_log_of_a_process_that_ends_in_native_code_tells_what_its_thread_ran(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with open(log, "w") as stream:
+        ended = subprocess.run([sys.executable, "-c", BROKEN], stdout=stream, stderr=stream, timeout=120)
+    assert ended.returncode == -signal.SIGSEGV
+    assert last_error(log) == "Fatal Python error: Segmentation fault"
+    lines = last_traceback(log).splitlines()
+    assert lines[0] == "Fatal Python error: Segmentation fault" and lines[1].startswith("Current thread ")
+    assert lines[2].endswith("in string_at") and lines[3].endswith("in breaks") and len(lines) == 5
+    said = ["Fatal Python error: Aborted", "", "Thread 0x1 (most recent call first):", "  no frame of Python"]
+    log.write_text("\n".join(["of before", *said]))
+    assert last_traceback(log).splitlines() == said
+
+
+def test_without_a_standard_error_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faulthandler, "is_enabled", lambda: False)
+    for stream in (None, io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        tell_native_ends()

@@ -379,6 +379,9 @@ def main() -> None:
     """Arguments: the rank's process id, a pidfd of it, the descriptors of its connection and of the listening socket."""
     rank, process, orders, listener = map(int, sys.argv[1:5])
     Monitor(rank, process, socket.socket(fileno=orders), socket.socket(fileno=listener)).run()
+    # The end of the interpreter ends threads where they next want its lock: one that beats is in native code of torchft, which
+    # takes that for an error and aborts the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":
