@@ -28,7 +28,8 @@ def test_every_block_of_the_guide_runs(tmp_path: Path) -> None:
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
         said.append(done.stdout)
-    assert "straggler: stage 2: its operations take" in said[1] and "straggler: stage 2" not in said[2]
+    slow = "straggler: stage 2: its operations take"  # than the others'; a busy machine may change what each stage takes
+    assert slow in said[1] and slow not in said[2]
     assert "no deadlock" in said[-1] and "proven bound" in said[-1] and "another order saves" in said[-1]
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     # On a machine that is busy beside the test other stages may be slow as well.
