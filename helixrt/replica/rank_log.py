@@ -14,6 +14,7 @@ from helixrt.replica.contracts import Coordinate
 
 _TAIL_BYTES = 1 << 16
 _NATIVE_END = "Fatal Python error:"  # of Python's faulthandler
+_NATIVE_FRAMES = 40  # of the innermost calls, which such a stack begins with
 _ERROR_LINE = re.compile(rf"^(?:[\w.]*(?:Error|Exception|Fatal|Retryable|MissingExtra|Interrupt|Exit)\b|{_NATIVE_END})")
 
 
@@ -77,7 +78,8 @@ def _tail(log: Path) -> list[str]:
 
 
 def _native_end(lines: Sequence[str], traceback: int | None) -> list[str]:
-    """The last end in native code, and the stack of the thread that came to it; all stacks if that is no thread of Python's.
+    """The last end in native code, and the innermost calls of the thread that came to it; all stacks if that is no thread of
+    Python's.
     Nothing if there was none after the last traceback, which begins in line `traceback`."""
     begin = max((i for i, line in enumerate(lines) if line.startswith(_NATIVE_END)), default=-1)
     if begin < (0 if traceback is None else traceback):
@@ -86,7 +88,7 @@ def _native_end(lines: Sequence[str], traceback: int | None) -> list[str]:
     if found is None:
         return list(lines[begin:])
     end = next((i for i, line in enumerate(lines[found:], found) if not line.strip()), len(lines))
-    return [lines[begin], *lines[found:end]]
+    return [lines[begin], *lines[found : min(end, found + 1 + _NATIVE_FRAMES)]]
 
 
 def _last_traceback(lines: Sequence[str]) -> int | None:

@@ -62,6 +62,9 @@ def test_the_log_of_a_process_that_ends_in_native_code_tells_what_its_thread_ran
     said = ["Fatal Python error: Aborted", "", "Thread 0x1 (most recent call first):", "  no frame of Python"]
     log.write_text("\n".join(["of before", *said]))
     assert last_traceback(log).splitlines() == said
+    said[2:] = ["Current thread 0x1 (most recent call first):", *(f"  File x, line {n} in f" for n in range(100))]
+    log.write_text("\n".join(said))
+    assert last_traceback(log).splitlines() == [said[0], *said[2:43]], "the innermost calls"
 
 
 def test_without_a_standard_error_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
