@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import multiprocessing.spawn
@@ -41,6 +42,7 @@ settings.load_profile("helixrt")
 
 RunStages = Callable[..., list[Any]]
 GRID_PARTS = 3  # a run of the slow tests draws one of so many cells of each grid
+NEEDED = ("ray", "netns", "vm", "gpu", "notebook")  # markers of what a machine may lack; `Forwarder` looks after `rdma`
 LONGEST_S = 500  # of one test; at pyproject's faulthandler_timeout the whole run is ended
 
 
@@ -73,8 +75,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("sweep_part", range(max(1, metafunc.config.option.seeds // SWEEP_SEEDS)))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """In the test's own report: with several workers, an error of the collection would not show what it is."""
+    """Before any fixture, of whatever scope: skip what this machine cannot run, with the reason. In CI a missing Ray,
+    namespace or VM is a failure. A limit that is too high fails here, because with several workers the test's own report shows
+    it and an error of the collection would not."""
+    for marker in NEEDED:
+        if item.get_closest_marker(marker) is None or not (reason := lacking(marker)):
+            continue
+        if os.environ.get("CI") == "true" and marker != "gpu":
+            pytest.fail(f"CI must run tests marked {marker}, but {reason}", pytrace=False)
+        pytest.skip(reason)
     limit = item.get_closest_marker("timeout")
     if limit is not None and limit.args[0] > LONGEST_S:
         pytest.fail(f"a limit of {limit.args[0]} s: cut the test, {LONGEST_S} s is the most", pytrace=False)
@@ -173,6 +184,7 @@ def _spawned_processes_find_test_modules() -> Iterator[None]:
         yield
 
 
+@functools.cache
 def lacking(marker: str) -> str:
     """Why this machine cannot run tests with `marker`; empty when it can."""
     if marker == "ray":
@@ -190,30 +202,6 @@ def lacking(marker: str) -> str:
     return "" if finding.works else f"{finding.name}: {finding.detail} -> {finding.fix}"
 
 
-@pytest.fixture(scope="session")
-def machine_lacks() -> dict[str, str]:
-    """What `lacking` answered, marker by marker, asked once."""
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def _needs(request: pytest.FixtureRequest, machine_lacks: dict[str, str]) -> None:
-    """Skips, with the reason, what this machine cannot run; in CI a missing Ray, namespace or VM is a failure."""
-    for marker in ("ray", "netns", "vm", "gpu", "notebook"):
-        if request.node.get_closest_marker(marker) is not None:
-            require(marker, machine_lacks)
-
-
-def require(marker: str, machine_lacks: dict[str, str]) -> None:
-    if marker not in machine_lacks:
-        machine_lacks[marker] = lacking(marker)
-    if not (reason := machine_lacks[marker]):
-        return
-    if os.environ.get("CI") == "true" and marker in ("ray", "netns", "vm", "notebook"):
-        pytest.fail(f"CI must run tests marked {marker}, but {reason}", pytrace=False)
-    pytest.skip(reason)
-
-
 @dataclass(frozen=True)
 class RayHead:
     """Of the tests: `dashboard` is for job submission; its workers can import what lies in the folder `programs`."""
@@ -223,9 +211,8 @@ class RayHead:
 
 
 @pytest.fixture(scope="session")
-def ray_head(tmp_path_factory: pytest.TempPathFactory, machine_lacks: dict[str, str]) -> Iterator[RayHead]:
+def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
     """One Ray head for all tests that need one, with this process connected to it: it takes long to start and to end."""
-    require("ray", machine_lacks)
     import ray
 
     from helixrt.ray_cluster.head import local_head, marked

@@ -123,6 +123,7 @@ class GuestItem(pytest.Item):
 
     guest: GuestSession
     node: str  # the test's name in the guest; pytest-xdist changes `nodeid` later
+    source: tuple[os.PathLike[str] | str, int | None, str]  # of the test; a skip by a marker must have a line
 
     def runtest(self) -> None:
         if (lack := vm_setup.lacking()) is not None:
@@ -146,7 +147,7 @@ class GuestItem(pytest.Item):
         return super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[os.PathLike[str] | str, int | None, str]:
-        return self.path, None, self.nodeid
+        return self.source
 
 
 class Forwarder:
@@ -171,7 +172,7 @@ class Forwarder:
             parent = item.parent
             assert parent is not None
             stand_in = GuestItem.from_parent(parent, name=item.name)
-            stand_in.guest, stand_in.node = self._guest, stand_in.nodeid
+            stand_in.guest, stand_in.node, stand_in.source = self._guest, stand_in.nodeid, item.reportinfo()
             stand_in.own_markers = [*item.own_markers, pytest.mark.timeout(DEADLINE_S).mark]
             stand_in.keywords.update({mark.name: mark for mark in stand_in.own_markers})
             items[place] = stand_in

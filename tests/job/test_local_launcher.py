@@ -96,7 +96,6 @@ import os, time
 while __name__ != "__main__" and not os.path.exists(os.environ["GATE"]):
     time.sleep(0.01)
 """  # the forerunner that imports it is ready when there is a file of that name
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a forerunner needs Linux")
 WORKING_RANK = """
 import json, os, sys
 from helixrt.replica.work_page import word_if_possible
@@ -107,7 +106,7 @@ for position in (3, None, 4) if spec["incarnation"] else (3, 4, None):
     word.say(position)
 os.kill(os.getpid(), 9)
 """
-STARTS = ["cold", pytest.param("warm", marks=linux)]
+STARTS = ["cold", "warm"]
 
 
 def spec(replica: int, pp: int = 0, incarnation: int = 0, **config: object) -> RankSpec:
@@ -434,7 +433,6 @@ def told(launcher: LocalLauncher, log: Path, replica: int, what: str) -> Any:
     return json.loads(log.read_text())
 
 
-@linux
 def test_a_fork_sees_what_a_new_process_sees(launchers: Launchers, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "r0.pp0.inc0.log"
     cold = told(launchers("cold", HELIXRT_LOG="ERROR"), log, 0, "seen")
@@ -444,7 +442,6 @@ def test_a_fork_sees_what_a_new_process_sees(launchers: Launchers, tmp_path: Pat
     assert warm["parent"] == os.getpid() and warm["leads its session"] and warm["environment"]["HELIXRT_LOG"] == "ERROR"
 
 
-@linux
 def test_forks_draw_other_numbers(launchers: Launchers, tmp_path: Path) -> None:
     launcher = launchers("warm", "drawing_rank")
     drawn = [told(launcher, tmp_path / "logs" / f"r{replica}.pp0.inc0.log", replica, "drawn") for replica in range(2)]
@@ -452,7 +449,6 @@ def test_forks_draw_other_numbers(launchers: Launchers, tmp_path: Path) -> None:
         assert one != other
 
 
-@linux
 def test_a_thread_that_was_about_to_end_when_the_forerunner_was_stopped_is_no_obstacle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -479,7 +475,6 @@ def test_two_runs_of_a_process_have_one_forerunner(launchers: Launchers, caplog:
     assert first._forerunner() is second._forerunner() and COLD not in caplog.text
 
 
-@linux
 def test_ranks_outlive_the_forerunner_and_later_ones_start_without_it(
     launchers: Launchers, caplog: pytest.LogCaptureFixture, tmp_path: Path, zombies: Callable[[], list[int]]
 ) -> None:
@@ -524,7 +519,6 @@ def child_of_rank(log: Path) -> int:
     return int(str(until(lambda: "child " in log.read_text() and log.read_text(), "a child")).split("child ")[1])
 
 
-@linux
 def test_a_driver_that_is_slow_adopts_nothing_that_a_rank_has_left(
     launchers: Launchers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zombies: Callable[[], list[int]]
 ) -> None:
@@ -537,7 +531,6 @@ def test_a_driver_that_is_slow_adopts_nothing_that_a_rank_has_left(
     assert child not in children() and zombies() == []
 
 
-@linux
 def test_what_a_rank_leaves_while_another_one_is_forked_is_waited_for(
     launchers: Launchers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zombies: Callable[[], list[int]]
 ) -> None:
@@ -556,7 +549,6 @@ def test_what_a_rank_leaves_while_another_one_is_forked_is_waited_for(
     assert zombies() == []
 
 
-@linux
 def test_threads_that_end_by_themselves_do_not_keep_it_from_forking(
     launchers: Launchers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -566,7 +558,6 @@ def test_threads_that_end_by_themselves_do_not_keep_it_from_forking(
     assert polled(launcher, 1)[0].code == 5 and COLD not in caplog.text
 
 
-@linux
 def test_a_forerunner_that_does_not_answer_is_ended(
     launchers: Launchers,
     caplog: pytest.LogCaptureFixture,
@@ -583,7 +574,6 @@ def test_a_forerunner_that_does_not_answer_is_ended(
     assert not exists(ahead) and zombies() == []
 
 
-@linux
 @pytest.mark.parametrize(
     ("program", "why"),
     [
@@ -604,7 +594,6 @@ def test_a_forerunner_that_cannot_fork_is_not_tried_again(
     assert launcher._forerunner() is ahead and not exists(ahead.pid)
 
 
-@linux
 def test_a_rank_that_the_system_has_no_process_for_is_forked_later(
     launchers: Launchers, caplog: pytest.LogCaptureFixture, zombies: Callable[[], list[int]]
 ) -> None:
@@ -617,7 +606,6 @@ def test_a_rank_that_the_system_has_no_process_for_is_forked_later(
     assert COLD not in caplog.text and zombies() == []
 
 
-@linux
 def test_a_forerunner_refuses_ranks_that_would_inherit_something_else(launchers: Launchers, tmp_path: Path) -> None:
     launcher = launchers("warm")
     ahead, environment = launcher._forerunner(), launcher._environment
@@ -639,7 +627,6 @@ def test_a_forerunner_refuses_ranks_that_would_inherit_something_else(launchers:
     assert (tmp_path / "log").read_text() == ""
 
 
-@linux
 def test_a_launcher_with_another_environment_gets_another_forerunner(
     launchers: Launchers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -669,7 +656,6 @@ def test_what_differs_between_two_children() -> None:
     assert differs({"A": "1", "B": "2", "C": "4"}, C="3") == "C of the environment"
 
 
-@linux
 def test_what_is_inherited_changes_with_the_process_and_with_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,11 +41,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, machine_lacks: dict[str, str]) -> Iterator[Cluster]:
-    from tests.conftest import require
-
-    require("ray", machine_lacks)
-    require("netns", machine_lacks)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     private = tmp_path_factory.mktemp("private")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as in an active virtual environment
     environment = {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}

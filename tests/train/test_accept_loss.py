@@ -20,7 +20,6 @@ from tests.train.jobs import DEADLINE_S, Ended, Job, until
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(480),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs monitor processes: Linux only"),
 ]
 
 STEPS, LOST = 400, 5  # LOST: steps that only the stopped replica holds, at least

@@ -28,7 +28,6 @@ from tests.train.jobs import Job, assert_consistent, kills
 MODEL = ModelConfig(layers=2, dim=16, heads=2, kv_heads=2, ffn=24, vocab=32, tied=True)
 BATCH, SEQ, STEPS = 12, 8, 6
 ADAPTING = ScheduleConfig("1f1b", 6, adapt="on")
-needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="counts processes through /proc: Linux only")
 
 
 def engine_of(schedule: ScheduleConfig, stage: int, group: Any) -> PipelineEngine:
@@ -143,7 +142,6 @@ def losses(job: Job) -> dict[tuple[int, int], float]:
     return {(e["replica"], e["step"]): e["loss_nats"] for e in entries if e.get("participants")}
 
 
-@needs_proc
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_that_changes_its_order_has_the_losses_of_one_that_does_not(job: Any) -> None:
@@ -162,7 +160,6 @@ def test_a_run_that_changes_its_order_has_the_losses_of_one_that_does_not(job: A
     assert "Changes of the schedule" in (changing.folder / "report.html").read_text(encoding="utf-8")
 
 
-@needs_proc
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_lost_replica_comes_back_to_the_order_that_the_record_names(job: Any) -> None:
@@ -177,7 +174,6 @@ def test_a_lost_replica_comes_back_to_the_order_that_the_record_names(job: Any) 
     assert before and back.orders[1] == before[-1].orders[1]
 
 
-@needs_proc
 @pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_a_slow_link_changes_the_order_and_its_end_brings_it_back(job: Any) -> None:

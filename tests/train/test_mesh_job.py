@@ -16,7 +16,6 @@ from tests.train.jobs import Job, assert_consistent, kills, kills_driver
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="counts processes through /proc: Linux only"),
 ]
 TP = ("mesh.pp=1", "mesh.tp=2")
 

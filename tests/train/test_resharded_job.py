@@ -15,7 +15,6 @@ from tests.train.test_mesh_job import losses
 pytestmark = [
     pytest.mark.slow,  # three drivers each
     pytest.mark.timeout(480),
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="counts processes through /proc: Linux only"),
 ]
 STEPS = 30
 CHANGES = {

@@ -14,7 +14,6 @@ from tests.train.jobs import Job
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="counts processes through /proc: Linux only"),
 ]
 STEPS, FIRST, END, DELAY_MS = 8, 4, 6, 400
 LINK = f"chaos.link=[{{from: 0, to: 1, delay_ms: {DELAY_MS}, steps: [{FIRST}, {END}]}}]"

@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.train.jobs import DEADLINE_S, Job, assert_consistent, finish
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(480),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs monitor processes: Linux only"),
 ]
 
 STEPS = 500

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from helixrt.transport.stopped_processes import StoppedProcesses, is_stopped
-
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
 
 def test_a_process_is_stopped_goes_on_and_ends() -> None:
