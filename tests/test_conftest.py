@@ -1,4 +1,4 @@
-"""A run of the tests draws a new seed, tells it, and draws the same numbers again when it is given."""
+"""What tests/conftest.py adds to pytest: the seed of a run, cells drawn of grids, and skips where a machine lacks something."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, *arguments: str) -> tuple[str, dict[str, int]]:
+def run(project: Path, *arguments: str, **environment: str) -> tuple[str, dict[str, int]]:
     """All that pytest says, and what each test drew."""
     command = [sys.executable, "-m", "pytest", "-rP", *arguments]
     env = os.environ | {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to import than the tests to run
         "PYTHONPATH": str(Path(__file__).parents[1]),  # conftest.py imports from the package of the tests
+        **environment,
     }
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -96,3 +97,39 @@ def test_of_a_grid_each_run_draws_other_cells_and_all_of_them_when_asked(project
     assert len(whole) == 92
     _, named = run(project, "test_it.py::test_cell", "test_it.py::test_that_fails")
     assert len(named) == 90, "what is named is run"
+
+
+LABELLED = """
+import pytest
+
+@pytest.fixture(scope="session")
+def machine():
+    raise AssertionError("a fixture of a test that cannot run here")
+
+@pytest.mark.vm
+def test_program(machine):
+    pass
+
+@pytest.mark.rdma
+def test_device(machine):
+    pass
+
+@pytest.mark.rdma
+@pytest.mark.skipif(True, reason="another reason")
+def test_marked(machine):
+    pass
+
+def test_that_fails():
+    assert False
+"""
+
+
+def test_what_the_machine_lacks_is_skipped_before_any_fixture_and_fails_in_ci(project: Path) -> None:
+    (project / "test_it.py").write_text(LABELLED)
+    markers = "[pytest]\nmarkers =\n    vm: a\n    rdma: b\naddopts = --import-mode=importlib -p no:cacheprovider\n"
+    (project / "pytest.ini").write_text(markers)
+    said, _ = run(project, "-rs", PATH="/nowhere", CI="")
+    assert "1 failed, 3 skipped" in said and "another reason" in said and said.count("not installed: ") == 2, said
+    said, _ = run(project, PATH="/nowhere", CI="true")
+    assert "2 failed, 1 skipped" in said and "1 error" in said, said
+    assert "CI must run tests marked rdma" in said and "CI must run tests marked vm" in said
