@@ -1,6 +1,10 @@
-# make train   train the example model as a Ray job, lose a replica on the way, write a report
-# make test    the tests; both do the set-up they need, once
-# make docs    the documentation, in build/docs
+# make train        train the example model as a Ray job, lose a replica on the way, write a report
+# make test         the short tests, which need no set-up but Python packages
+# make test-system  the other tests of each change: Ray, network namespaces, the VM with RDMA devices, many processes
+# make test-slow    the long tests
+# make docs         the documentation, in build/docs
+#
+# Each target does the set-up that it needs, once.
 #
 # ARGS goes to the command behind a target: make train ARGS="steps=60", make test ARGS="-k lineage",
 # make test-slow ARGS="--whole --seeds 20000".
@@ -26,9 +30,11 @@ SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 DURATIONS := --durations=30 --durations-min=1
 # Worker processes of the tests; 0 runs them in one process.
 WORKERS ?= 2
+# What `make test` leaves to `make test-system`; `slow` and `gpu` are in neither.
+SYSTEM_TESTS := system or netns or rdma or vm or ray or notebook
 PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(DURATIONS)
 
-.PHONY: help train test test-slow lint docs bench doctor wheel clean distclean
+.PHONY: help train test test-system test-slow lab lint docs bench doctor wheel clean distclean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -45,7 +51,7 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
-# Only the full tests need these; without root or apt the tests that do are skipped and say why.
+# `make test` needs none of these. Without root or apt, tests that need them are skipped and say why.
 $(SYSTEM): | $(BIN)/python
 	@if command -v ip >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
@@ -68,12 +74,17 @@ train: $(INSTALLED)
 	$(BIN)/python -m helixrt.train.submit $(if $(findstring experiment=,$(ARGS)),,+experiment=$(EXPERIMENT)) \
 		"output.root=$(CURDIR)/outputs" $(ARGS)
 
-test: $(INSTALLED) $(SYSTEM)
-	$(PYTEST) -m "not gpu and not slow" $(ARGS)
+test: $(INSTALLED)
+	$(PYTEST) -m "not (gpu or slow or $(SYSTEM_TESTS))" $(ARGS)
 
-test-slow: $(INSTALLED) $(SYSTEM) $(SLURM)
-	@$(BIN)/helixrt lab setup || echo "no lab: tests that need RDMA devices will be skipped"
+test-system: $(INSTALLED) $(SYSTEM) lab
+	$(PYTEST) -m "($(SYSTEM_TESTS)) and not gpu and not slow" $(ARGS)
+
+test-slow: $(INSTALLED) $(SYSTEM) $(SLURM) lab
 	$(PYTEST) -m "slow and not gpu" $(ARGS)
+
+lab: $(INSTALLED) $(SYSTEM)
+	@$(BIN)/helixrt lab setup || echo "no lab: tests that need RDMA devices will be skipped"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.docs.blocks import ROOT, RULES, RUN, SHOWN, Block, all_blocks, pages
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,7 +32,7 @@ def page(name: str) -> str:
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=230)
+    return programs.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=230)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

@@ -22,6 +22,7 @@ from helixrt import cli
 from helixrt.commands import strands as command
 from helixrt.commands import subject
 from helixrt.passes.operators import COMMUNICATION, Kind
+from tests import programs
 
 TALK = {str(kind) for kind in COMMUNICATION}
 SMALL = ["--layers", "1", "--seq-len", "16", "--batch", "1"]
@@ -275,7 +276,7 @@ def figures_of_two_ranks(*arguments: str) -> dict[str, Any]:
     argv = [sys.executable, "-m", "helixrt.cli", "strands", "show", *arguments, "--format", "json"]
     environment = os.environ | meeting | {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(argv, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
+        programs.Popen(argv, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
         for rank in "01"
     ]
     outputs = [rank.communicate(timeout=200)[0] for rank in ranks]

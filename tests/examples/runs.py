@@ -10,6 +10,7 @@ from pathlib import Path
 
 from helixrt.protocol.step.lineage import CommitRecord, audit
 from helixrt.record import Kind, read_events
+from tests import programs
 from tests.job.lineage_oracle import chain
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +20,7 @@ KILLED = Path(__file__).with_name("killed.py")
 def run(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=460)
+    return programs.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=460)
 
 
 def folder_of(root: Path) -> Path:

@@ -13,6 +13,7 @@ import pytest
 
 from helixrt.protocol.step.lineage import audit
 from helixrt.record import Kind, read_events
+from tests import programs
 from tests.job.lineage_oracle import chain, reported
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def test_the_example_is_short() -> None:
 @pytest.mark.timeout(480)
 def test_a_replica_that_torchrun_starts_again_rejoins(tmp_path: Path) -> None:
     serve = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", "2", "--storage", str(tmp_path)]
-    server = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    server = programs.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     replicas: list[subprocess.Popen[str]] = []
     try:
         told = variables(server)
@@ -70,7 +71,7 @@ def test_a_replica_that_torchrun_starts_again_rejoins(tmp_path: Path) -> None:
             command = [*torchrun, str(Path(__file__).parent / "torchrun_killed.py"), str(STEPS), str(tmp_path)]
             with open(tmp_path / f"torchrun{replica}.log", "w") as log:
                 mine = environment(**{**told, "HELIXRT_REPLICA": str(replica)})
-                replicas.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=mine))
+                replicas.append(programs.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=mine))
         said, _ = server.communicate(timeout=LIMIT_S)
         codes = [replica.wait(60) for replica in replicas]
     finally:

@@ -15,6 +15,7 @@ import pytest
 
 from helixrt.protocol.step.lineage import audit
 from helixrt.record import Kind, read_events
+from tests import programs
 from tests.examples.runs import KILLED
 from tests.examples.test_existing_loop import environment, variables
 from tests.job.lineage_oracle import chain, reported
@@ -33,7 +34,7 @@ def torchrun(folder: Path, replica: int, told: dict[str, str], script: Path, *ar
     command += [str(script), *map(str, arguments)]
     mine = environment(**{**told, "HELIXRT_REPLICA": str(replica), "TORCH_CPP_LOG_LEVEL": "ERROR"})
     with open(folder / f"torchrun{replica}.log", "w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=mine)
+        return programs.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=mine)
 
 
 def run(folder: Path, axis: str, script: Path, *arguments: object, options: Sequence[str] = ()) -> None:
@@ -41,7 +42,7 @@ def run(folder: Path, axis: str, script: Path, *arguments: object, options: Sequ
     server."""
     serve = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", str(REPLICAS), axis, str(RANKS)]
     serve += ["--storage", str(folder), "--step-timeout-s", "240", *options]
-    server = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    server = programs.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     replicas: list[subprocess.Popen[str]] = []
     try:
         told = variables(server)

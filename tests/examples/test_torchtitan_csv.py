@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 from helixrt.cli import main
+from tests import programs
 from tests.examples.runs import ROOT
 
 
@@ -19,7 +19,7 @@ def test_a_planned_file_is_run_by_torchs_runtime(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [*torchrun, str(ROOT / "examples" / "torchtitan_csv.py"), str(order)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=230)
+    done = programs.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, done.stderr[-3000:]
     # Two processes write into one pipe, a line and its end apart.
     assert sorted(re.findall(r"rank \d: gradients equal to those of one process: (?:True|False)", done.stdout)) == [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from helixrt.replica.progress import LOOP
 from helixrt.timeouts import derive
+from tests import programs
 from tests.job.busy_stage_script import BUSY_S, STEP_TIMEOUT_S, STEPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
@@ -24,7 +24,7 @@ def launch(folder: Path, channels: str, hangs: str = "") -> dict[str, Any]:
     root, script = Path(__file__).parents[2], Path(__file__).parent / "busy_stage_script.py"
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(folder), channels, hangs]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=440)
+    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=440)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"ended at step {STEPS}" in done.stdout
     report: dict[str, Any] = json.loads((folder / "latest" / "report.json").read_text())

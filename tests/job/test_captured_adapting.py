@@ -15,6 +15,7 @@ import pytest
 from helixrt.protocol.step.lineage import audit
 from helixrt.schedule.exchange.as_json import order_key
 from helixrt.schedule.generators.classic import build
+from tests import programs
 from tests.job.lineage_oracle import chain, reported
 
 SCRIPT = Path(__file__).parent / "adapting_script.py"
@@ -27,7 +28,7 @@ def launch(case: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
     root = SCRIPT.parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), case, str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=230)
+    return programs.run(command, capture_output=True, text=True, env=environment, timeout=230)
 
 
 def changes(run: Path, replica: int) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +17,7 @@ from torch.nn.functional import mse_loss
 
 from helixrt.job.sampler import StreamSampler
 from helixrt.protocol.step.lineage import CommitRecord
+from tests import programs
 from tests.job.lineage_oracle import chain, follow, reported
 
 SCRIPT = Path(__file__).parent / "lengths_script.py"
@@ -67,7 +67,7 @@ def test_a_run_with_more_lengths_than_graphs_trains_as_a_plain_loop(tmp_path: Pa
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "HELIXRT_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, str(SCRIPT), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=440)
+    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=440)
     assert done.returncode == 0, done.stdout + done.stderr
     run = (tmp_path / "latest").resolve()
     records = chain(run)

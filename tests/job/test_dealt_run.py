@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helixrt.protocol.step.lineage import CommitRecord, audit
+from tests import programs
 from tests.job.lineage_oracle import chain, reported
 
 SCRIPT = Path(__file__).with_name("dealt_script.py")
@@ -21,7 +22,7 @@ ACCUMULATE, BATCH = 2, 4
 def launch(folder: Path, replicas: int, steps: int, *resume: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), str(folder), str(replicas), str(steps), *resume]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    return programs.run(command, capture_output=True, text=True, env=environment, timeout=200)
 
 
 def items_entered(folder: Path, records: Sequence[CommitRecord], replicas: int) -> list[int]:

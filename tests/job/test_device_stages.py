@@ -5,7 +5,6 @@ The first case runs on the CPU as well, so that the comparison itself is tried e
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import helixrt
 from helixrt.engines import pipeline
 from helixrt.engines.stream_marks import HostMarks
+from tests import programs
 from tests.job import device_stages_script as script
 from tests.job.lineage_oracle import chain, reported
 from tests.job.session_world import session_with
@@ -29,7 +29,7 @@ def stages_of(folder: Path, case: str, device: str, dtype: str = "float32") -> l
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(script.__file__)), str(folder), case, device, dtype]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=230)
+    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=230)
     assert done.returncode == 0, done.stdout + done.stderr
     return [torch.load(folder / f"stage{stage}.pt") for stage in range(2)]
 

@@ -62,6 +62,7 @@ from helixrt.replica.store import MemoryRunStore
 from helixrt.replica.store_client import DurableRunStore
 from helixrt.replica.variables import adopt
 from helixrt.replica.versions import versions
+from tests import programs
 
 SCRIPT = Path(__file__).with_name("kept_script.py")
 KEPT = KeptRun("h:1", "127.0.0.1:1", "", "process 7 on h", "run-1", 0, {"launcher": "local"}, "m", {}, 600.0, 10.0, "", 0)
@@ -83,7 +84,7 @@ class Console:
     def __init__(self, folder: Path, name: str, *argv: str) -> None:
         self.output = folder / name
         with open(self.output, "w", encoding="utf-8") as log:
-            self.process = subprocess.Popen([sys.executable, *argv], stdout=log, stderr=subprocess.STDOUT)
+            self.process = programs.Popen([sys.executable, *argv], stdout=log, stderr=subprocess.STDOUT)
         self.begun.append(self.process)
 
     def said(self) -> str:

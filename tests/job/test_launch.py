@@ -22,6 +22,7 @@ from helixrt.job.logs import configure_logging
 from helixrt.job.stored_path import StoredPath
 from helixrt.protocol.step.lineage import audit
 from helixrt.record import Kind, read_events
+from tests import programs
 from tests.job.lineage_oracle import chain, reported
 from tests.job.object_store import PROTOCOL
 
@@ -206,7 +207,7 @@ def launch(
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CHECKPOINTS": checkpoints}
     command = [sys.executable, str(SCRIPT), case, str(folder), str(replicas), *resume]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    return programs.run(command, capture_output=True, text=True, env=environment, timeout=200)
 
 
 def newest(folder: Path) -> Path:

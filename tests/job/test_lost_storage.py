@@ -17,6 +17,7 @@ from helixrt.job import checkpoint as checkpoints
 from helixrt.job.checkpoint import newest_complete
 from helixrt.job.lineage_files import read_log
 from helixrt.protocol.step.lineage import audit
+from tests import programs
 from tests.examples.test_existing_loop import environment, variables
 from tests.job.lineage_oracle import chain
 from tests.job.test_hosts import DEADLINE_S
@@ -32,7 +33,7 @@ class Program:
     def __init__(self, argv: list[str], folder: Path, **env: str) -> None:
         self._said = folder / "said"
         with open(self._said, "w") as said:
-            self.process = subprocess.Popen(argv, stdout=said, stderr=subprocess.STDOUT, env=environment(**env), text=True)
+            self.process = programs.Popen(argv, stdout=said, stderr=subprocess.STDOUT, env=environment(**env), text=True)
 
     def said(self) -> str:
         return self._said.read_text()
@@ -103,7 +104,7 @@ def test_a_full_disk_is_said_and_costs_nothing_once_there_is_room(disk: Path, tm
 def test_a_server_that_is_killed_is_said_and_everything_committed_is_on_disk(tmp_path: Path) -> None:
     serve = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", "1", "--storage", str(tmp_path / "runs")]
     serve += ["--step-timeout-s", "6", "--checkpoint-every", "5"]
-    server = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    server = programs.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     program = None
     try:
         told = variables(server)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from helixrt.job.lineage_files import read_lineage
 from helixrt.protocol.step.lineage import Log
+from tests import programs
 
 SCRIPT = Path(__file__).with_name("poisoned_script.py")
 POISONED, STEPS = 57, 120
@@ -21,7 +21,7 @@ POISONED, STEPS = 57, 120
 @pytest.mark.timeout(300)
 def test_a_batch_that_kills_the_process_twice_is_left_out_though_records_before_it_are_lost(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
+    ended = programs.run(
         [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, env=environment, timeout=280
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]

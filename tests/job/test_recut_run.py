@@ -4,7 +4,6 @@ batches, by plain PyTorch."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from helixrt.job.checkpoint import newest_complete
+from tests import programs
 from tests.job import recut_script as script
 from tests.job.lineage_oracle import chain
 from tests.job.test_resharded_run import logged_losses, run_of
@@ -30,7 +30,7 @@ CHANGES = {  # pp, cp, tp: before and after
 def launch(folder: Path, mesh: tuple[int, int, int], steps: int, *resume: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.job.recut_script", *map(str, (folder, *mesh, steps)), *resume]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=220)
+    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.distributed import checkpoint as dcp
 
 from helixrt.job.checkpoint import newest_complete
 from helixrt.protocol.step.lineage import CommitRecord, audit
+from tests import programs
 from tests.job.lineage_oracle import chain
 
 SCRIPT = Path(__file__).with_name("resharded_script.py")
@@ -28,7 +28,7 @@ SECOND = 44  # batches that the second life sums: it comes into the next epoch, 
 def launch(folder: Path, replicas: int, pp: int, dp_shard: int, steps: int, *resume: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), *map(str, (folder, replicas, pp, dp_shard, steps)), *resume]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=220)
+    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import programs
 
 SCRIPT = Path(__file__).with_name("scaled_script.py")
 
@@ -20,7 +21,7 @@ def test_a_replica_that_overflows_has_all_leave_the_step_out_and_lower_the_scale
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, env=environment, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr

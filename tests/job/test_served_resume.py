@@ -25,6 +25,7 @@ from helixrt.job.served import SETTINGS_FILE, SETTINGS_KEY, _restore_settings, r
 from helixrt.job.stream import Stream, StreamSettings
 from helixrt.protocol.step.lineage import audit
 from helixrt.replica.store import MemoryRunStore
+from tests import programs
 from tests.examples.test_existing_loop import EXAMPLE, variables
 from tests.examples.test_existing_loop import environment as variables_of
 from tests.job.lineage_oracle import chain, reported
@@ -121,11 +122,11 @@ def test_a_served_run_whose_server_was_stopped_goes_on_and_loses_nothing(tmp_pat
     def serve(*more: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", "2", "--storage", str(tmp_path), *more]
         command += ["--checkpoint-every", "5"]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables_of())
+        return programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables_of())
 
     def replicas(told: dict[str, str]) -> list[subprocess.Popen[bytes]]:
         return [
-            subprocess.Popen(
+            programs.Popen(
                 [sys.executable, str(EXAMPLE), str(steps)],
                 env=variables_of(**{**told, "HELIXRT_REPLICA": str(replica)}),
                 stdout=subprocess.DEVNULL,
@@ -176,14 +177,14 @@ def test_a_served_run_goes_on_with_more_replicas_and_reads_every_item_once(tmp_p
         command = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", str(replicas), "--storage", str(tmp_path), *more]
         command += ["--checkpoint-every", "5", "--step-timeout-s", "120"]
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        server = subprocess.Popen(command, text=True, env=variables_of(), **output)  # type: ignore[call-overload]
+        server = programs.Popen(command, text=True, env=variables_of(), **output)  # type: ignore[call-overload]
         processes.append(server)
         told = variables(server) | {"HELIXRT_TEST_DRIVER": str(server.pid), "OMP_NUM_THREADS": "1"}
         for replica in range(replicas):
             mine = variables_of(**{**told, "HELIXRT_REPLICA": str(replica)})
             command = [sys.executable, str(SCRIPT), str(tmp_path), str(replicas), "12"]
             with open(tmp_path / f"replica{replica}.log", "a") as log:
-                processes.append(subprocess.Popen(command, text=True, env=mine, stdout=subprocess.DEVNULL, stderr=log))
+                processes.append(programs.Popen(command, text=True, env=mine, stdout=subprocess.DEVNULL, stderr=log))
         return server
 
     try:

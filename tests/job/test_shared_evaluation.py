@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from helixrt.job.shared_validation import LATE_S, SharedValidations
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Log, genesis
 from helixrt.replica.commands import Evaluate, decode, encode
+from tests import programs
 from tests.job.lineage_oracle import chain, follow
 from tests.job.session_world import LocalHost, batches, session_with, summed, tiny
 
@@ -186,7 +186,7 @@ STEPS, EVERY, ITEMS = 24, 4, 50  # as in the script
 def launch(case: str, folder: Path) -> list[dict[str, Any]]:
     """The validations of a run."""
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, str(SCRIPT), case, str(folder)], capture_output=True, text=True, env=environment, timeout=450
     )
     assert done.returncode == 0, done.stdout + done.stderr

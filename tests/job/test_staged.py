@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,6 +28,7 @@ from helixrt.protocol.step.lineage import audit
 from helixrt.record import FlightRecord
 from helixrt.replica.store import MemoryRunStore
 from helixrt.schedule.ir import Op, Operation, Schedule, linear
+from tests import programs
 from tests.job.lineage_oracle import chain, reported
 from tests.job.session_world import LocalHost, session_with
 
@@ -520,7 +520,7 @@ def launch(folder: Path, stages: int, shards: int, device: str = "cpu") -> Path:
     root, script = Path(__file__).parents[2], Path(__file__).parent / "staged_script.py"
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(folder), str(stages), str(shards), device]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=220)
+    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     return (folder / "latest").resolve()
 

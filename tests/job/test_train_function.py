@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.train_function import RANK_VARIABLE, SCRIPT_MODULE, TrainFunction, check_not_in_rank, name_of
+from tests import programs
 
 SCRIPT = """
 import json, sys
@@ -36,14 +36,14 @@ def test_a_script_is_named_by_its_file_and_imported_without_its_main_part(tmp_pa
     script = tmp_path / "my script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), "--lr", "3"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path.parent)
+    said = programs.run(command, capture_output=True, text=True, check=True, cwd=tmp_path.parent)
     load = f"""
 import json
 from helixrt.job.train_function import TrainFunction
 for raw in json.loads({said.stdout!r}):
     print(TrainFunction.from_plain(raw).load()(7))
 """
-    found = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=True, cwd="/")
+    found = programs.run([sys.executable, "-c", load], capture_output=True, text=True, check=True, cwd="/")
     assert found.stdout.splitlines() == ["('__helixrt_script__', 7, ['--lr', '3'])", "('held', 7)"]
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import programs
+
 STAGE = """
 import os, signal, sys
 from datetime import timedelta
@@ -50,7 +52,7 @@ def test_the_survivor_of_a_killed_stage_gets_a_retryable_error(tmp_path: Path) -
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", STAGE]
     stages = [
-        subprocess.Popen([*command, str(s), str(tmp_path / "rendezvous")], env=env, stdout=subprocess.PIPE, text=True)
+        programs.Popen([*command, str(s), str(tmp_path / "rendezvous")], env=env, stdout=subprocess.PIPE, text=True)
         for s in range(2)
     ]
     try:

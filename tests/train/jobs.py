@@ -21,6 +21,7 @@ import pytest
 from helixrt.job.checkpoint import Checkpoint, newest_complete
 from helixrt.job.lineage_files import read_lineage
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit
+from tests import programs
 
 MARK = "HELIXRT_TEST_RUN"
 DEADLINE_S = 240.0
@@ -62,7 +63,7 @@ class Job:
         self.mark = secrets.token_hex(8)
 
     def start(self, *overrides: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        return programs.Popen(
             [sys.executable, *self.program, *self.overrides, *overrides],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from helixrt.train.data import load_corpus, training_windows
 from helixrt.train.engine import inputs_and_targets, token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.optimizer import adamw, cosine_with_warmup
+from tests import programs
 from tests.job.lineage_oracle import chain
 from tests.job.test_resharded_run import batches_of, before_the_first_repeat, logged_losses, run_of
 from tests.train.jobs import kills
@@ -45,7 +45,7 @@ def launch(folder: Path, replicas: int, pp: int, dp_shard: int, steps: int, *mor
         f"mesh.replicas={replicas}", f"mesh.pp={pp}", f"mesh.dp_shard={dp_shard}", f"steps={steps}", "checkpoint.every=10",
         "eval.every=0", "eval.batches=1", "step_timeout_s=300", "launcher=local", *more,
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, str(SCRIPT), *overrides], capture_output=True, text=True, timeout=220)
+    done = programs.run([sys.executable, str(SCRIPT), *overrides], capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+from tests import programs
 from tests.train.jobs import DEADLINE_S
 
 IN_TURN = Path(__file__).with_name("jobs_in_turn.py").resolve()
@@ -19,7 +19,7 @@ def test_two_runs_of_a_process_pay_for_the_imports_once(tmp_path: Path) -> None:
     argv = [sys.executable, str(IN_TURN)]
     for name in ("first", "second"):
         argv += [name, "+experiment=nano", f"data.path={text}", f"output.root={tmp_path / name}", "--"]
-    done = subprocess.run(
+    done = programs.run(
         argv, capture_output=True, text=True, timeout=DEADLINE_S, env={**os.environ, "HELIXRT_LOG": "helixrt.job=INFO"}
     )
     assert done.returncode == 0, done.stderr

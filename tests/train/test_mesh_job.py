@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import programs
 from tests.train.jobs import Job, assert_consistent, kills, kills_driver
 
 pytestmark = [
@@ -75,7 +75,7 @@ def test_a_replica_of_two_ranks_is_lost_and_comes_back(
 def test_the_experiment_of_ci_runs_with_tensor_ranks(tmp_path: Path) -> None:
     """Eight ranks, one replica of which is lost, as the guide says."""
     command = [sys.executable, "-m", "helixrt.train", "+experiment=ci", "mesh.tp=2", f"output.root={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = programs.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "latest" / "report.json").read_text())
     audit = report["data_audit"]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests import programs
+
 JOB = Path(__file__).with_name("nonfinite_job.py")
 SIZE = (
     "+experiment=tiny", "launcher=local", "chaos.kill=[]", "steps=8", "checkpoint.every=4", "eval.every=0", "eval.batches=1",
@@ -21,7 +23,7 @@ SIZE = (
 def trained(folder: Path, spoilt: list[tuple[int, int, int]], *overrides: str) -> tuple[int, str, dict[str, Any]]:
     """Exit code, output and report of a run in which (replica, rank, position) have such gradients."""
     argv = [sys.executable, str(JOB), json.dumps(spoilt), *SIZE, f"output.root={folder}", *overrides]
-    ended = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False)
+    ended = programs.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False)
     return ended.returncode, ended.stdout, json.loads((folder / "latest" / "report.json").read_text())
 
 

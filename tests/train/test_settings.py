@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from helixrt.train.config import ScheduleConfig, TrainConfig
 from helixrt.train.schema import command, load_config
 from helixrt.train.validate import resume_conflicts, validate
 from helixrt.transport.verbs import endpoint as verbs
+from tests import programs
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def test_what_must_stay_when_a_run_is_resumed() -> None:
 @pytest.mark.parametrize("argument", ["stepz=1", "mesh.replicas=0", "data.path=/no/such"])
 def test_a_wrong_setting_is_one_line_on_stderr_and_exit_code_2(argument: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "helixrt.train", argument]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = programs.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(argument + ": ")
     assert list(tmp_path.iterdir()) == [], "nothing was written"
