@@ -45,6 +45,7 @@ def test_it_is_known_how_a_block_is_run(block: Block) -> None:
         assert not test or re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), block.about
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("block", of_rule("", "python"), ids=str)
 def test_a_program_runs_and_prints_what_the_page_says(block: Block, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
@@ -58,6 +59,7 @@ def test_a_program_runs_and_prints_what_the_page_says(block: Block, tmp_path: Pa
 FRAGMENTS = [pytest.param(b, id=str(b), marks=[pytest.mark.slow] if b.slow() else []) for b in of_rule("in")]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("block", FRAGMENTS)
 def test_a_fragment_runs_in_its_context(block: Block, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
@@ -77,6 +79,7 @@ def test_a_fragment_is_part_of_its_example_which_is_tested(block: Block) -> None
 COMMANDS = [pytest.param(c, id=f"{b}: {c}"[:90]) for b in of_rule("", "sh") for c in b.commands()]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_runs(command: str, tmp_path: Path) -> None:
     program, *arguments = shlex.split(command)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.examples.runs import ROOT, run
+
+pytestmark = pytest.mark.system
 
 
 def test_two_ranks_weave_and_have_the_gradients_of_a_plain_loop() -> None:

@@ -78,6 +78,7 @@ def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 75
 
 
+@pytest.mark.system
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("stage", [2, *(pytest.param(other, marks=[pytest.mark.slow, pytest.mark.grid]) for other in (1, 3))])
 def test_a_replica_that_loses_a_rank_returns_whole(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

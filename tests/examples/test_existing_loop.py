@@ -58,6 +58,7 @@ def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 
+@pytest.mark.system
 @pytest.mark.timeout(480)
 def test_a_replica_that_torchrun_starts_again_rejoins(tmp_path: Path) -> None:
     serve = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", "2", "--storage", str(tmp_path)]

@@ -111,6 +111,7 @@ def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 70
 
 
+@pytest.mark.system
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 40), pytest.param(4, 24, marks=pytest.mark.slow)])
 def test_a_replica_that_loses_a_rank_returns_whole_and_the_result_is_that_of_one_process(

@@ -63,6 +63,7 @@ def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(name: st
     check(name, 50, tmp_path)
 
 
+@pytest.mark.system
 @pytest.mark.timeout(480)
 def test_everything_at_once(tmp_path: Path) -> None:
     """Two optimizers, schedulers, accumulation, BatchNorm, dropout, an average of the weights, workers of the loader."""

@@ -109,6 +109,7 @@ def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 
+@pytest.mark.system
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("membership", ["auto", pytest.param("store", marks=pytest.mark.slow)])
 def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(membership: str, tmp_path: Path) -> None:

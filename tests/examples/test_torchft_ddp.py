@@ -9,6 +9,8 @@ import pytest
 
 from tests.examples.runs import ROOT, run
 
+pytestmark = pytest.mark.system
+
 pytest.importorskip("torchft", reason="torchft is not installed (extra: ft)")
 
 

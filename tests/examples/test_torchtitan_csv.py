@@ -7,9 +7,13 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from helixrt.cli import main
 from tests import programs
 from tests.examples.runs import ROOT
+
+pytestmark = pytest.mark.system
 
 
 def test_a_planned_file_is_run_by_torchs_runtime(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def check_parameters(folder: Path, model: nn.Module) -> None:
     )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("device", "dtype", "case"),
     [
@@ -101,6 +102,7 @@ def test_replicas_are_equal_with_a_gradient_scaler_that_overflows_at_first(tmp_p
     assert not all(applied) and any(applied)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_run_goes_on_from_a_checkpoint(device: str, tmp_path: Path) -> None:
     first = run(SCRIPT, 10, tmp_path, SCRIPT, "adamw", device)

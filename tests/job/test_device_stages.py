@@ -42,6 +42,7 @@ def whole_name(case: str, name: str) -> str:
     return f"{2 * int(chunk) + int(layer)}.{rest}"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("case", "device"),
     [

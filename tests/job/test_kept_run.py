@@ -149,6 +149,7 @@ def processes(folder: Path, replica: int) -> list[int]:
     return [int(file.name.split(".")[1]) for file in folder.glob(f"r{replica}.*")]
 
 
+@pytest.mark.system
 @pytest.mark.timeout(480)
 def test_ranks_train_on_without_a_driver_and_two_others_attach_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command, which starts a lost replica again; then by the script itself, as a scheduler would start it."""

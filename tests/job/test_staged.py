@@ -525,6 +525,7 @@ def launch(folder: Path, stages: int, shards: int, device: str = "cpu") -> Path:
     return (folder / "latest").resolve()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("shards", "device"),
     [

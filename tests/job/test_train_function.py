@@ -32,6 +32,7 @@ class Trainer:
     def train(self, session: object) -> None: ...
 
 
+@pytest.mark.system
 def test_a_script_is_named_by_its_file_and_imported_without_its_main_part(tmp_path: Path) -> None:
     script = tmp_path / "my script.py"
     script.write_text(SCRIPT)

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import programs
+
+pytestmark = pytest.mark.system
 
 STAGE = """
 import os, signal, sys

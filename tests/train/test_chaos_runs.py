@@ -66,6 +66,7 @@ def check_killed(run: Job, failure: dict[str, Any], replica: int, step: int, mom
     assert chain[-1].replicas == (0, 1), "and not to the end"
 
 
+@pytest.mark.system
 def test_replica_killed_in_a_step_comes_back(job: Any, seed: int) -> None:
     choice = random.Random(seed)
     replica, step = choice.randrange(2), choice.randint(3, 16)
@@ -136,6 +137,7 @@ def assert_resumed_from(run: Job, saved: Checkpoint, before: Log) -> None:
     assert all(e.step > saved.record.step for e in log.superseded())
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_driver_killed_then_resumed(stages: int, job: Any, seed: int) -> None:
     step = random.Random(seed).randint(22, 39)
@@ -222,6 +224,7 @@ def test_ranks_that_fail_in_turn_at_every_moment_of_a_step_are_named_and_replace
         check_failed(failure, *fault)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("kind", "moment"), FAULTS_ALONE)
 def test_rank_that_fails_otherwise_than_by_a_kill_is_named_and_replaced(kind: str, moment: str, job: Any, seed: int) -> None:
     choice = random.Random(seed)
@@ -315,6 +318,7 @@ def test_another_schedule_trains_the_same_and_survives_the_same(policy: str, job
     assert got == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
@@ -354,6 +358,7 @@ def commands_at(*chosen: tuple[int, str, str]) -> str:
     return f"chaos.run=[{', '.join(each)}]"
 
 
+@pytest.mark.system
 def test_the_last_weights_are_saved_however_slow_the_disk_and_hasty_the_driver(job: Any) -> None:
     """The writer's disk takes longer than `step_timeout_s` and than any time that the driver gives a rank to leave."""
     run = job(*LAST, "step_timeout_s=15", commands_at((12, "checkpoint", "sleep 20")))
@@ -392,6 +397,7 @@ def test_checkpoints_and_lineage_that_fail_are_written_later_and_both_are_told(j
     assert "Storage" in (run.folder / "report.html").read_text()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_that_cannot_be_saved_fail_the_run_and_say_so(stages: int, job: Any) -> None:
     run = job(*LAST, "checkpoint.retry_s=1", f"mesh.pp={stages}")

@@ -7,8 +7,12 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import programs
 from tests.train.jobs import DEADLINE_S
+
+pytestmark = pytest.mark.system
 
 IN_TURN = Path(__file__).with_name("jobs_in_turn.py").resolve()
 

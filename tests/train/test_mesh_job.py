@@ -47,6 +47,7 @@ def rounding(shape: str) -> float:
     return 1e-2 if "bfloat16" in shape else 1e-4
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("shape", "said", "log"),
     [

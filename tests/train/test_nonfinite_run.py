@@ -27,6 +27,7 @@ def trained(folder: Path, spoilt: list[tuple[int, int, int]], *overrides: str) -
     return ended.returncode, ended.stdout, json.loads((folder / "latest" / "report.json").read_text())
 
 
+@pytest.mark.system
 @pytest.mark.timeout(240)
 def test_a_gradient_that_is_not_finite_is_excluded_and_named(tmp_path: Path) -> None:
     code, output, report = trained(tmp_path, [(1, 1, 2), (0, 0, 5), (1, 0, 5)], "heartbeat_s=10")  # both in every step

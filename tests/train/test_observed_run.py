@@ -13,6 +13,7 @@ from helixrt.record import Kind
 from tests.train.jobs import Job
 
 pytestmark = [
+    pytest.mark.system,
     pytest.mark.timeout(300),
 ]
 SLOW_FROM, STEPS = 8, 16

@@ -311,6 +311,7 @@ def test_what_must_stay_when_a_run_is_resumed() -> None:
     assert not list(resume_conflicts(before, dataclasses.replace(reshaped, schedule=ScheduleConfig("zbv", 4))))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("argument", ["stepz=1", "mesh.replicas=0", "data.path=/no/such"])
 def test_a_wrong_setting_is_one_line_on_stderr_and_exit_code_2(argument: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "helixrt.train", argument]
