@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, settings
 
 from helixrt import doctor
 from helixrt.lab.vm_tests import Forwarder
+from tests import programs
 from tests.emulate.sweeps import SWEEP_SEEDS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests start many processes on few cores
@@ -43,6 +44,7 @@ settings.load_profile("helixrt")
 RunStages = Callable[..., list[Any]]
 GRID_PARTS = 3  # a run of the slow tests draws one of so many cells of each grid
 NEEDED = ("ray", "netns", "vm", "gpu", "notebook")  # markers of what a machine may lack; `Forwarder` looks after `rdma`
+LONG = {*NEEDED, "rdma", "system", "slow"}  # markers of what `make test` leaves out
 LONGEST_S = 500  # of one test; at pyproject's faulthandler_timeout the whole run is ended
 
 
@@ -86,6 +88,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if os.environ.get("CI") == "true" and marker != "gpu":
             pytest.fail(f"CI must run tests marked {marker}, but {reason}", pytrace=False)
         pytest.skip(reason)
+    short = LONG.isdisjoint(mark.name for mark in item.iter_markers())
+    programs.refused = "a test of `make test` may start no program: mark it `system`" if short else ""
     limit = item.get_closest_marker("timeout")
     if limit is not None and limit.args[0] > LONGEST_S:
         pytest.fail(f"a limit of {limit.args[0]} s: cut the test, {LONGEST_S} s is the most", pytrace=False)

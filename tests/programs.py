@@ -9,6 +9,8 @@ A `_Server` is the process that forks. It has imported what programs need, runs 
 twice, and the caller adopts the program (`helixrt.replica.adoption`). Each program has a server of its own, forked before its
 first line, for the programs that it starts in turn (`_IN_PROGRAMS`).
 
+Only tests that `make test-system` or `make test-slow` runs may start programs (`refused`).
+
 A program starts in the plain way if its environment differs in a variable that is read before its first line, if the caller
 differs from the server in what a child inherits, or if it is asked for something that only a new process can do.
 """
@@ -103,6 +105,7 @@ class _Server:
 
 
 _server: _Server | None = None
+refused = ""  # why the present test may start no program; set by conftest.py
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -119,6 +122,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *more: Any
     ) -> None:
+        assert not refused, refused
         _, _, shell, p2cread, _, _, c2pwrite, _, errwrite, _, gid, gids, uid, umask, session, group = more
         only_new = (executable, preexec_fn, shell, not close_fds, gid, gids, uid, umask != -1, group != -1)
         order = None if any(only_new) else _order(args, env, cwd, bool(session), pass_fds)

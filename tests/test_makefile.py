@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -38,16 +40,20 @@ def set_up(project: Path) -> None:
         os.utime(project / name, (1, 1))
 
 
-@pytest.mark.parametrize("target", ["train", "test", "test-slow", "lint"])
+TARGETS = pytest.mark.parametrize("target", ["train", "test", "test-system", "test-slow", "lint"])
+
+
+@TARGETS
 def test_a_fresh_clone_is_set_up_with_pinned_versions(project: Path, target: str) -> None:
     commands = plan(project, target)
     assert "-m venv .venv" in commands
     assert '-c constraints.txt -e ".[dev]"' in commands
-    assert ("iproute2" in commands) == target.startswith("test"), "only full tests need system packages"
+    assert ("iproute2" in commands) == target.startswith("test-"), "the short tests need no system packages"
+    assert ("helixrt lab setup" in commands) == target.startswith("test-"), "nor the lab"
     assert ("slurmctld" in commands) == (target == "test-slow"), "only slow tests need Slurm"
 
 
-@pytest.mark.parametrize("target", ["train", "test", "test-slow", "lint"])
+@TARGETS
 def test_a_second_call_sets_nothing_up(project: Path, target: str) -> None:
     set_up(project)
     commands = plan(project, target)
@@ -74,13 +80,17 @@ def test_train_writes_into_this_checkout_and_takes_arguments(project: Path) -> N
     assert "+experiment=ci" in plan(project, "train", "EXPERIMENT=ci")
 
 
-def test_tests_leave_out_what_is_slow_or_needs_a_device(project: Path) -> None:
+def test_each_test_is_run_by_one_target(project: Path) -> None:
     set_up(project)
-    assert '-m "not gpu and not slow"' in plan(project, "test")
-    assert '-m "slow and not gpu"' in plan(project, "test-slow")
+    chosen = [re.findall(r'-m "(.*?)"', plan(project, target))[0] for target in ("test", "test-system", "test-slow")]
+    markers = ("system", "netns", "rdma", "vm", "ray", "notebook", "slow", "gpu")
+    for some in itertools.chain.from_iterable(itertools.combinations(markers, size) for size in range(len(markers) + 1)):
+        has = {marker: marker in some for marker in markers}
+        ran = [target for target, expression in zip(("short", "system", "slow"), chosen, strict=True) if eval(expression, has)]
+        assert ran == ([] if "gpu" in some else ["slow"] if "slow" in some else ["system"] if some else ["short"]), some
 
 
-@pytest.mark.parametrize("target", ["test", "test-slow"])
+@pytest.mark.parametrize("target", ["test", "test-system", "test-slow"])
 def test_tests_list_the_slowest_and_take_arguments(project: Path, target: str) -> None:
     set_up(project)
     assert "--durations=30" in (said := plan(project, target, "ARGS=--seed 7")) and said.rstrip().endswith("--seed 7")
