@@ -20,6 +20,7 @@ def arguments(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+@pytest.mark.system
 def test_no_step_is_faster_than_the_exact_simulation_of_what_was_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

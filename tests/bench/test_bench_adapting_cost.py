@@ -36,6 +36,7 @@ def test_the_rehearsed_steps_are_measured_as_what_they_are(hosts: bool) -> None:
     assert any(abs(link.offset_ms) > 100 for link in found.links.values()) is hosts
 
 
+@pytest.mark.system
 def test_the_figures_have_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapting_cost, "WARM_UP", 2)
     monkeypatch.setattr(adapting_cost, "BLOCK", 1)

@@ -18,6 +18,7 @@ def arguments(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+@pytest.mark.system
 def test_a_short_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--donors", "1", "--megabytes", "2", "--size", "64", "--rounds", "3", "--window", "0.5"]
     assert fetch.run(arguments(*small, "--json", str(tmp_path / "figures.json"))) == 0

@@ -6,10 +6,13 @@ import argparse
 import json
 from pathlib import Path
 
+import pytest
+
 from helixrt.bench import lasting
 from helixrt.bench._starting_ranks import start
 
 
+@pytest.mark.system
 def test_what_ranks_ask_for_at_their_start_grows_with_their_number() -> None:
     few, some, many = (start(ranks) for ranks in (4, 8, 16))
     for one in (few, some, many):
@@ -21,6 +24,7 @@ def test_what_ranks_ask_for_at_their_start_grows_with_their_number() -> None:
     assert lasting.flat_start([some, many])
 
 
+@pytest.mark.system
 def test_the_option_writes_its_figures(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     lasting.add_arguments(parser)

@@ -18,6 +18,7 @@ def arguments(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+@pytest.mark.system
 def test_a_short_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools", reason="the exact optimum needs OR-tools (extra `exact`)")
     given = ["--instances", "1", "--first-seed", "13", "--exact-limit", "10", "--from-scratch", "1", "--sizes", "3x6"]

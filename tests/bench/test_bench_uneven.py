@@ -22,6 +22,7 @@ def arguments(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+@pytest.mark.system
 def test_a_large_vocabulary_makes_the_last_stage_the_longest() -> None:
     for _ in range(8):  # where the machine is busy while the first stage is measured, it seems as long
         first, last = chunk_times(ModelConfig(layers=2, dim=32, heads=1, ffn=32, vocab=20_000), 2, 1, 32, 3)
@@ -32,6 +33,7 @@ def test_a_large_vocabulary_makes_the_last_stage_the_longest() -> None:
     pytest.fail(f"{last} is not longer than {first}")
 
 
+@pytest.mark.system
 def test_orders_are_run_for_the_measured_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "uneven.json"
     tiny = ("--dim", "64", "--vocab", "500", "--layers", "4", "--seq-len", "8", "--microbatches", "4", "--samples", "1")

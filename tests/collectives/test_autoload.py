@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
@@ -21,6 +23,7 @@ import helixrt.collectives
 """
 
 
+@pytest.mark.system
 def test_a_process_group_is_made_by_name(tmp_path: Path) -> None:
     """As an installed wheel has it: the entry point in its metadata is that of pyproject.toml."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch.backends"]
