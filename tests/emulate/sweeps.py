@@ -6,7 +6,6 @@ bulk is `slow`, in parts of SWEEP_SEEDS seeds. How many seeds of each world the 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
+from tests.ranks_context import ranks_context
 
 Sweep = Callable[[range], tuple[Counter[str], list[str]]]  # seeds -> what happened, and violations; of a module's top level
 RATED_SEEDS = 1_000  # from so many on the rate of a hard case is checked
@@ -54,7 +55,7 @@ def sweep_all(sweep: Sweep, first: int, count: int, hard_cases: Sequence[str]) -
     in more seeds: up to MOST_TIMES as many.
     """
     swept, totals = 0, Counter[str]()
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), os.nice, (LOW_PRIORITY,)) as pool:
+    with ranks_context().Pool(os.cpu_count(), os.nice, (LOW_PRIORITY,)) as pool:
         for _ in range(MOST_TIMES if count < RATED_SEEDS else 2):
             parts = [range(first + swept + i, first + swept + count, 32) for i in range(32)]
             results = pool.map(sweep, parts, chunksize=1)

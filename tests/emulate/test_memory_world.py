@@ -5,12 +5,11 @@ A failing seed prints the line that replays it (`python -m helixrt.emulate.memor
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
-from helixrt.emulate import memory_world
-from helixrt.emulate.memory_world import MemoryWorld, Verdict
+from helixrt.emulate.memory_world import MemoryWorld
 from helixrt.emulate.seeded import Violation
 from helixrt.protocol.calls import Agreement
 from helixrt.protocol.shared_memory.frames import Frame, Kind, SegmentError
@@ -20,39 +19,6 @@ from helixrt.transport.shared_memory.link import SharedMemoryLink
 from helixrt.transport.shared_memory.messages import Receiving, Sending
 from helixrt.transport.shared_memory.segment import RingReader, RingWriter
 from tests.emulate.broken_rules import Patch, Rule, noticed_by
-from tests.emulate.sweeps import SWEEP_LIMIT_S, SWEEP_SEEDS, SweepOf, sweep_all
-
-SEEDS = 600
-HARD_CASES = tuple(f.name for f in fields(Verdict)[2:])
-
-
-SWEEP = SweepOf(MemoryWorld, HARD_CASES, Violation)
-
-
-def test_many_seeds(seed: int) -> None:
-    sweep_all(SWEEP, seed, SEEDS, HARD_CASES)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(SWEEP_LIMIT_S)
-def test_thousands_of_seeds(sweep_part: int, seed: int) -> None:
-    sweep_all(SWEEP, seed, SWEEP_SEEDS, HARD_CASES)
-
-
-def test_a_violation_prints_the_line_that_replays_it(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(memory_world, "STEPS", 2)
-    with pytest.raises(Violation) as first:
-        MemoryWorld(35).run()
-    line = str(first.value).split("; replay: ")[1]
-    assert line == "python -m helixrt.emulate.memory_world --seed 35"
-    with pytest.raises(Violation) as again:
-        memory_world.main(line.split()[3:])
-    assert str(again.value) == str(first.value)
-
-
-def test_a_seed_replays_exactly() -> None:
-    assert MemoryWorld(35).run() == MemoryWorld(35).run()
-
 
 # ---------------------------------------------------------------- the halves alone
 

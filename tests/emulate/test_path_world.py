@@ -8,35 +8,19 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
 from helixrt.emulate import path_world
-from helixrt.emulate.path_world import RATE, HoppingEnd, PathVerdict, PathWorld
+from helixrt.emulate.path_world import RATE, HoppingEnd, PathWorld
 from helixrt.emulate.seeded import Violation
 from helixrt.protocol.hopping.messages import PolicyName, Reason
 from helixrt.protocol.link.options import LinkOptions
 from tests.emulate import broken_rules as broken
 from tests.emulate.broken_rules import Rule, noticed_by
-from tests.emulate.sweeps import SWEEP_LIMIT_S, SWEEP_SEEDS, SweepOf, sweep_all
 
-SEEDS = 80
 NOTICED_WITHIN = 2_000  # seeds
-HARD_CASES = tuple(f.name for f in fields(PathVerdict)[4:] if f.name != "blocked")  # no connection is full there
-
-
-SWEEP = SweepOf(PathWorld, HARD_CASES, Violation)
-
-
-def test_many_seeds(seed: int) -> None:
-    sweep_all(SWEEP, seed, SEEDS, HARD_CASES)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(SWEEP_LIMIT_S)
-def test_thousands_of_seeds(sweep_part: int, seed: int) -> None:
-    sweep_all(SWEEP, seed, SWEEP_SEEDS, HARD_CASES)
 
 
 def test_a_run_replays_exactly_and_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,17 +31,6 @@ def test_a_run_replays_exactly_and_can_be_read(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == first
     assert first.startswith(f"PathVerdict(seed={seed}") and re.search(r"both   NIC 0: path 0 at", first)
     assert re.search(r"end [01]  rail \d takes PROBE", first) and re.search(r"end [01]  Hopped\(", first)
-
-
-def test_a_violation_prints_the_line_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("helixrt.emulate.link_world.END_S", 0.02)
-    with pytest.raises(Violation) as first:
-        PathWorld(3).run()
-    line = str(first.value).split("; replay: ")[1]
-    assert line == "python -m helixrt.emulate.path_world --seed 3 --text"
-    with pytest.raises(Violation) as again:
-        path_world.main(line.split()[3:])
-    assert str(again.value) == str(first.value)
 
 
 # ---------------------------------------------------------------- what hopping is for
