@@ -283,18 +283,26 @@ def run_stages(monkeypatch: pytest.MonkeyPatch) -> RunStages:
     return run
 
 
+_captured: tuple[str, dict[Any, Any], dict[Any, Any]] = ("", {}, {})  # of the test module that this process runs
+
+
 @pytest.fixture
-def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a test, chunks of pipelines that are alike get the same graphs: capture takes longer than all the rest."""
+def captured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tests of one module, chunks of pipelines that are alike get the same graphs: capture takes longer than all the
+    rest."""
+    global _captured
+    import torch
+
     from helixrt.pipeline import graph_stage
 
-    capture, split, lock = graph_stage.capture, graph_stage.ChunkGraphs, threading.Lock()
-    known: dict[Any, Any] = {}
-    halves: dict[Any, Any] = {}
+    if _captured[0] != request.module.__name__:
+        _captured = (request.module.__name__, {}, {})
+    capture, split, lock, (_, known, halves) = graph_stage.capture, graph_stage.ChunkGraphs, threading.Lock(), _captured
 
     def once(module: Any, args: Any, *, loss: Any, target: Any) -> Any:
         state = [(name, tensor.shape, tensor.dtype) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
-        key = (repr(module), tuple(state), args[0].shape, args[0].requires_grad, loss, module.training)
+        ambient = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), module.training)
+        key = (repr(module), type(module), tuple(state), args[0].shape, args[0].dtype, args[0].requires_grad, loss, ambient)
         with lock:
             if key not in known:
                 known[key] = capture(module, args, loss=loss, target=target)

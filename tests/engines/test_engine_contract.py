@@ -34,7 +34,7 @@ def batch_at(position: int) -> torch.Tensor:
 
 
 @pytest.fixture(params=["plain", "pipeline-1", "pipeline-2", "pipeline-2-tied", "pipeline-2-tied-folded"])
-def on_ranks(request: pytest.FixtureRequest, run_stages: Any, plain_engine: Any) -> OnRanks:
+def on_ranks(request: pytest.FixtureRequest, run_stages: Any, plain_engine: Any, captured_once: None) -> OnRanks:
     kind, *rest = request.param.split("-")
     stages = int(rest[0]) if rest else 1
     schedules = ("zbv", "w") if "folded" in rest else ("1f1b", "gpipe")
