@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.examples.runs import ROOT, run
 
 
+@pytest.mark.smoke
 def test_two_ranks_weave_and_have_the_gradients_of_a_plain_loop() -> None:
     done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, ROOT / "examples" / "compile_tp.py", 2)
     assert done.returncode == 0, done.stderr[-3000:]
