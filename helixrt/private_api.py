@@ -27,13 +27,14 @@ TESTED = {
     "deepspeed": ("0.19.8",),
 }
 _NEED = re.compile(r"(?P<module>[\w.]+):(?P<path>[\w.]+)(?:\((?P<parameters>[\w, ]*)\))?")
+_told: set[PrivatePart] = set()  # whose line this process has logged
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PrivatePart:
-    """`needs`: MODULE:NAME or MODULE:NAME(ARGUMENTS), where NAME may have dots and an argument is a keyword, or `_` by position.
-    `lost`: what is missing without them."""
+    """`needs`: MODULE:NAME or MODULE:NAME(ARGUMENTS), where NAME may have dots and an argument is a keyword, or `_` by
+    position. `lost`: what is missing without them."""
 
     lost: str
     needs: tuple[str, ...]
@@ -189,6 +190,11 @@ def lacking(part: PrivatePart) -> str:
     return ""
 
 
+def lacking_of(package: str) -> dict[str, str]:
+    """What is lost with the installed version of a package, and why."""
+    return {part.lost: why for part in parts().values() if package_of(part) == package and (why := lacking(part))}
+
+
 def usable(part: PrivatePart) -> bool:
     """Whether the adapter may use its private names. The first False in a process is logged in one line."""
     if why := lacking(part):
@@ -208,9 +214,11 @@ def unusable(part: PrivatePart, why: object) -> ConfigError:
     return ConfigError(package, _version(package), f"{_line(why)}, which is needed for {part.lost}; {_tested(package)}")
 
 
-@functools.cache
 def tell_once(part: PrivatePart, why: object) -> None:
-    """Log what is lost; also for a lack that shows in a call alone, with the error as `why`."""
+    """Log what is lost, once for each part; also for a lack that shows in a call alone."""
+    if part in _told:
+        return
+    _told.add(part)
     package = package_of(part)
     _log.warning("%s %s %s; lost: %s; %s", package, _version(package), _line(why), part.lost, _tested(package))
 

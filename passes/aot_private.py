@@ -3,8 +3,8 @@
 In: a module, arguments that are tensors or constants in any pytree. Out: the flat ATen graph of its forward and
 backward, as ahead-of-time autograd makes it from what Dynamo captures, with a typed `End` for every placeholder and
 output. Errors of either become `CaptureError`. Names that differ between torch 2.11 and 2.15 are looked for, never assumed;
-where others are missing, the import of this module or `trace_joint` raises ConfigError. Dynamo runs in front because without it, mask building in `transformers` models branches
-on tensors.
+where others are missing, the import of this module or `trace_joint` raises ConfigError. Dynamo runs in front because
+without it, mask building in `transformers` models branches on tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What placement needs of Ray's private interface (tried with 2.59 and 2.60): free resources by node, and a node that is preferred.
+"""What placement needs of Ray's private interface (2.59 and 2.60): free resources by node, and a node that is preferred.
 
 `placement_group(_soft_target_node_id=...)` works with STRICT_PACK alone: the group is made on that node, on another one if that
 is full or gone.

@@ -23,6 +23,7 @@ from helixrt.doctor.import_paths import look_at_import_paths
 from helixrt.errors import ConfigError
 from helixrt.lab import vm_setup
 from helixrt.lab.machine import Lack, lacking
+from helixrt.private_api import TESTED, lacking_of
 from helixrt.transport.verbs import devices as verbs_devices
 from helixrt.transport.verbs import library as verbs_library
 
@@ -216,6 +217,15 @@ def declared_triton() -> str | None:
     return None
 
 
+def look_at_private_names() -> Finding:
+    """What of helixrt does not work, or works otherwise, because this torch has other private names."""
+    lost = lacking_of("torch")
+    if not lost:
+        return Finding("torch's private names", State.ON, "all that helixrt uses")
+    detail = "; ".join(f"{why}, lost: {what}" for what, why in lost.items())
+    return Finding("torch's private names", State.WARN, detail, f"tested: torch {', '.join(TESTED['torch'])}")
+
+
 def look_at_ports() -> Finding:
     error, taken = "", []
     try:
@@ -261,6 +271,7 @@ def examine() -> list[Finding]:
         copies,
         bare,
         packages[0],
+        *([look_at_private_names()] if packages[0].works else []),
         accelerator,
         triton,
         *packages[1:],

@@ -46,7 +46,8 @@ def reduce_unused(module: Any) -> None:
 
 
 def _no_zeros() -> ConfigError:
-    return unusable(FSDP_BACKWARD, lacking(FSDP_BACKWARD) or "has another FSDPParamGroup, and no set_reduce_scatter_unused_params")
+    why = "has no FSDPModule.set_reduce_scatter_unused_params, and another FSDPParamGroup"
+    return unusable(FSDP_BACKWARD, lacking(FSDP_BACKWARD) or why)
 
 
 def watch_used(module: Any, used: Callable[[torch.Tensor], None]) -> Callable[[], None]:

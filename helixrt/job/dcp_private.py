@@ -4,8 +4,8 @@ In: tensors and objects with their keys. Out: files in DCP's format, and a `.met
 by their paths below its folder: `dcp.load`, `dcp_to_torch_save` and others read it as any checkpoint.
 
 What is not public: `_StorageInfo`, where an entry lies in a file; `FsspecWriter` and `FsspecReader`, which take the place of
-`FileSystemWriter` and `FileSystemReader` in a storage; `create_read_items_for_chunk_list`. Functions that need one of them raise
-ConfigError where torch has another.
+`FileSystemWriter` and `FileSystemReader` in a storage; `create_read_items_for_chunk_list`. Functions that need one of them
+raise ConfigError where torch has another.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The smoke set: whether helixrt works with the installed versions of Python, torch, torchft, ray and deepspeed.
 
-`make test-smoke` runs the tests marked `smoke`: these, and those of `tests/examples` and `tests/ray_cluster` that have the mark.
+`make test-smoke` runs the tests marked `smoke`: these, and those in `tests/examples` and `tests/ray_cluster` that are marked.
 """
 
 from __future__ import annotations
