@@ -20,6 +20,7 @@ from typing import Any
 
 from helixrt.errors import ConfigError
 
+LEAST = {"torch": (2, 11), "torchft": (0, 2), "ray": (2, 40), "deepspeed": (0, 19, 8)}  # the oldest versions that work
 TESTED = {
     "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
     "torchft": ("0.2.0",),
@@ -169,6 +170,23 @@ RAY_RESOURCES = PrivatePart(
         "ray.util.placement_group:placement_group(_, strategy, name, _soft_target_node_id)",
     ),
 )
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0). Empty when there are none."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def check_version(package: str) -> None:
+    """Raises ConfigError for a version that is too old. A package without metadata passes, such as a folder on the path."""
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return
+    if (found := parse_version(version)) and found < LEAST[package]:
+        least = ".".join(map(str, LEAST[package]))
+        raise ConfigError(package, version, f"must be {least} or newer; {_tested(package)}")
 
 
 def parts() -> dict[str, PrivatePart]:

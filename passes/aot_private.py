@@ -349,6 +349,7 @@ def innermost(stack_trace: str) -> str:
 KEEP = "keep the value a tensor, or compute it outside forward and pass it in"
 FIX = "give the result a fixed size (a mask instead of selected rows, a capacity)"
 OWN_ERROR = re.compile(r"raised exception (\w+\(.*\))|Dynamo failed to run FX node with fake tensors: .*: got (\w+\(.*\))")
+UNFIT = re.compile(r"TypeError\(.?(Unexpected keyword|[Mm]issing required|Too many positional)")
 REMEDIES = (
     ("register_fake", "give the custom operator one: register_fake"),
     ("rnn, gru, or lstm", "use nn.LSTMCell, nn.GRUCell or nn.RNNCell in a loop over time"),
@@ -392,7 +393,9 @@ def from_dynamo(error: Any, fallback: str) -> CaptureError:
     if explanation:
         reason = f"{reason.rstrip('.')} ({explanation.removeprefix('Explanation:').strip()})"
     own = OWN_ERROR.search(text)
-    if own is not None:
+    if own is not None and UNFIT.match(own[1] or own[2]):  # from torch 2.14
+        reason = f"it is not called with the arguments it takes: {own[1] or own[2]}"
+    elif own is not None:
         reason = f"it raises {own[1] or own[2]}"
     elif "bind arguments" in reason:
         reason = f"it is not called with the arguments it takes: {error.__cause__}"

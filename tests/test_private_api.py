@@ -281,3 +281,14 @@ def test_doctor_lists_what_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> 
     finding = doctor.look_at_private_names()
     assert finding.state is State.WARN and private_api.FLASH.lost in finding.detail
     assert finding.fix == f"tested: torch {', '.join(private_api.TESTED['torch'])}"
+
+
+OLD = (("torch", "2.10.0+cpu"), ("torchft", "0.1.1"), ("ray", "2.39.0"), ("deepspeed", "0.19.7"))
+
+
+@pytest.mark.parametrize(("package", "version"), OLD)
+def test_a_package_that_is_too_old_is_told_in_one_line(package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    private_api.check_version(package)
+    monkeypatch.setattr(private_api.metadata, "version", lambda name: version)
+    with pytest.raises(ConfigError, match=rf"^{package}={re.escape(version)}: must be [\d.]+ or newer; tested with .*$"):
+        private_api.check_version(package)
