@@ -2,9 +2,9 @@
 
 In: a module, arguments that are tensors or constants in any pytree. Out: the flat ATen graph of its forward and
 backward, as ahead-of-time autograd makes it from what Dynamo captures, with a typed `End` for every placeholder and
-output. Errors of either become `CaptureError`. Written against torch 2.13; names that differ in 2.11 and 2.12 are
-looked for, never assumed. Dynamo runs in front because without it, mask building in `transformers` models branches
-on tensors.
+output. Errors of either become `CaptureError`. Names that differ between torch 2.11 and 2.15 are looked for, never assumed;
+where others are missing, the import of this module or `trace_joint` raises ConfigError. Dynamo runs in front because
+without it, mask building in `transformers` models branches on tensors.
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import output_graph
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import descriptors as aot
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import tracing
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Layout, Role
+from helixrt.private_api import CAPTURE, require, unusable
+
+try:
+    from torch._dynamo import output_graph
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+    from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd import descriptors as aot
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._guards import tracing
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+except ImportError as error:
+    raise unusable(CAPTURE, error) from error
 
 TORCH_FOLDER = inspect.getfile(torch).rsplit("/", 1)[0]
 ONE_AT_A_TIME = threading.Lock()  # what capture sets in torch is the process's, not the thread's
@@ -72,8 +77,9 @@ def trace_joint(module: nn.Module, arguments: tuple[Any, ...], described: nn.Mod
     """Capture `module(*arguments)` and its backward, in the ambient autocast and training mode.
 
     `described` is the user's module, for messages. No state of the module and of random generators changes.
-    Raises CaptureError.
+    Raises CaptureError, and ConfigError where this torch has other interfaces.
     """
+    require(CAPTURE)
     where = location_of(described)
     with ONE_AT_A_TIME, quiet_dynamo(where) as caught, nothing_installed(module), torch.enable_grad():
         try:
@@ -343,6 +349,7 @@ def innermost(stack_trace: str) -> str:
 KEEP = "keep the value a tensor, or compute it outside forward and pass it in"
 FIX = "give the result a fixed size (a mask instead of selected rows, a capacity)"
 OWN_ERROR = re.compile(r"raised exception (\w+\(.*\))|Dynamo failed to run FX node with fake tensors: .*: got (\w+\(.*\))")
+UNFIT = re.compile(r"TypeError\(.?(Unexpected keyword|[Mm]issing required|Too many positional)")
 REMEDIES = (
     ("register_fake", "give the custom operator one: register_fake"),
     ("rnn, gru, or lstm", "use nn.LSTMCell, nn.GRUCell or nn.RNNCell in a loop over time"),
@@ -386,7 +393,9 @@ def from_dynamo(error: Any, fallback: str) -> CaptureError:
     if explanation:
         reason = f"{reason.rstrip('.')} ({explanation.removeprefix('Explanation:').strip()})"
     own = OWN_ERROR.search(text)
-    if own is not None:
+    if own is not None and UNFIT.match(own[1] or own[2]):  # from torch 2.14
+        reason = f"it is not called with the arguments it takes: {own[1] or own[2]}"
+    elif own is not None:
         reason = f"it raises {own[1] or own[2]}"
     elif "bind arguments" in reason:
         reason = f"it is not called with the arguments it takes: {error.__cause__}"

@@ -1,6 +1,6 @@
 """The one file that uses torch's inductor directly: a graph without autograd becomes a compiled function.
 
-`torch._inductor.compile` is named private and has been stable from torch 2.0 to 2.13.
+`torch._inductor.compile` is named private and has been stable from torch 2.0 to 2.15.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helixrt.errors import HelixError
+from helixrt.private_api import FAKE_TENSORS, INDUCTOR, INDUCTOR_ORDER, require, usable
 
 
 class CompileError(HelixError):
@@ -20,8 +20,12 @@ class CompileError(HelixError):
 
 
 def compiled(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    """A function of `module`'s inputs, to a tuple; `examples` are fake tensors. Raises CompileError."""
+    """A function of `module`'s inputs, to a tuple; `examples` are fake tensors. Raises CompileError, and ConfigError where this
+    torch has no such compiler."""
+    require(INDUCTOR)
+    require(FAKE_TENSORS)
     from torch._inductor import compile as compile_graph
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     # Of a mode of their own: that of the capture knows numbers inside tensors without dimensions, which inductor would ask
     # Dynamo to capture again.
@@ -47,6 +51,8 @@ def laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 def keep_order() -> None:
     """Have inductor keep the order of graphs, in this process from now on: its pass for peak memory puts a gather right before
     the wait for it."""
+    if not usable(INDUCTOR_ORDER):
+        return
     from torch._inductor import config
 
     config.reorder_for_peak_memory = False

@@ -9,9 +9,14 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from helixrt.private_api import TRITON_KERNELS, usable
+
 
 def kernel_text(arguments: Mapping[str, Any]) -> str:
-    """Name and digest of the kernel's source, its settings, and its constant arguments. Numbers of graphs are left out."""
+    """Name and digest of the kernel's source, its settings, and its constant arguments. Numbers of graphs are left out. Where
+    torch has no such table, the grid alone."""
+    if not usable(TRITON_KERNELS):
+        return f"kernel grid {arguments['grid']}"
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     kernel: Any = kernel_side_table.get_kernel(arguments["kernel_idx"])

@@ -44,7 +44,7 @@ settings.load_profile("helixrt")
 RunStages = Callable[..., list[Any]]
 GRID_PARTS = 3  # a run of the slow tests draws one of so many cells of each grid
 NEEDED = ("ray", "netns", "vm", "gpu", "notebook")  # markers of what a machine may lack; `Forwarder` looks after `rdma`
-LONG = {*NEEDED, "rdma", "system", "slow"}  # markers of what `make test` leaves out
+LONG = {*NEEDED, "rdma", "system", "smoke", "slow"}  # markers of what `make test` leaves out
 LONGEST_S = 500  # of one test; at pyproject's faulthandler_timeout the whole run is ended
 
 
@@ -88,8 +88,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if os.environ.get("CI") == "true" and marker != "gpu":
             pytest.fail(f"CI must run tests marked {marker}, but {reason}", pytrace=False)
         pytest.skip(reason)
-    short = LONG.isdisjoint(mark.name for mark in item.iter_markers())
-    programs.refused = "a test of `make test` may start no program: mark it `system`" if short else ""
+    marks = {mark.name for mark in item.iter_markers()}
+    programs.forks = "smoke" not in marks
+    programs.refused = "a test of `make test` may start no program: mark it `system`" if LONG.isdisjoint(marks) else ""
     limit = item.get_closest_marker("timeout")
     if limit is not None and limit.args[0] > LONGEST_S:
         pytest.fail(f"a limit of {limit.args[0]} s: cut the test, {LONGEST_S} s is the most", pytrace=False)

@@ -11,8 +11,9 @@ first line, for the programs that it starts in turn (`_IN_PROGRAMS`).
 
 Only tests that `make test-system` or `make test-slow` runs may start programs (`refused`).
 
-A program starts in the plain way if its environment differs in a variable that is read before its first line, if the caller
-differs from the server in what a child inherits, or if it is asked for something that only a new process can do.
+A program starts in the plain way in a test marked `smoke`, if its environment differs in a variable that is read before its
+first line, if the caller differs from the server in what a child inherits, or if it is asked for something that only a new
+process can do.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class _Server:
 
 _server: _Server | None = None
 refused = ""  # why the present test may start no program; set by conftest.py
+forks = True  # False for tests marked `smoke`, which start programs as users do
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -125,7 +127,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         assert not refused, refused
         _, _, shell, p2cread, _, _, c2pwrite, _, errwrite, _, gid, gids, uid, umask, session, group = more
         only_new = (executable, preexec_fn, shell, not close_fds, gid, gids, uid, umask != -1, group != -1)
-        order = None if any(only_new) else _order(args, env, cwd, bool(session), pass_fds)
+        order = None if any(only_new) or not forks else _order(args, env, cwd, bool(session), pass_fds)
         if order is None:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
             return

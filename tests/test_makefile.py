@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,40 @@ def test_a_changed_pin_installs_again_into_the_same_environment(project: Path, c
     assert "pip install" in commands and "-m venv" not in commands
 
 
+TORCH = ".venv-torch-2.14.1"
+
+
+@pytest.mark.parametrize(("target", "extras"), [("test-smoke", "ft"), ("test-torch", "dev")])
+def test_another_torch_has_an_environment_of_its_own(project: Path, target: str, extras: str) -> None:
+    commands = plan(project, target, "VERSION=2.14.1")
+    assert f"-m venv {TORCH}\n" in commands and 'echo "torch==2.14.1"' in commands
+    assert "grep -vE '^(torch|triton|setuptools)==' constraints.txt" in commands
+    assert f'-c {TORCH}/constraints.txt -e ".[{extras}]"' in commands
+    assert '-m "smoke and not gpu" tests/smoke' in commands
+    assert ("tests/passes" in commands) == (target == "test-torch")
+    assert all((ROOT / word).exists() for word in commands.split() if word.startswith("tests/") and "*" not in word)
+
+
+@pytest.mark.parametrize(("target", "stamp"), [("test-smoke", ".smoke"), ("test-torch", ".dev")])
+def test_the_environment_of_another_torch_is_made_once(project: Path, target: str, stamp: str) -> None:
+    (project / TORCH / "bin").mkdir(parents=True)
+    for name in ("bin/python", stamp):
+        (project / TORCH / name).touch()
+    for name in ("pyproject.toml", "constraints.txt"):
+        os.utime(project / name, (1, 1))
+    commands = plan(project, target, "VERSION=2.14.1")
+    assert "pytest" in commands
+    assert not [word for word in ("-m pip", "venv .venv", "touch") if word in commands], commands
+
+
+def test_other_packages_and_another_python_have_environments_of_their_own(project: Path) -> None:
+    commands = plan(project, "test-smoke", "VERSION=2.14.1", "PACKAGES=ray[default]==2.59.0 torchft==0.2.0")
+    assert f"-m venv {TORCH}-ray-default-2.59.0-torchft-0.2.0" in commands
+    assert "^(torch|triton|setuptools|ray|torchft)==" in commands and '"ray[default]==2.59.0" "torchft==0.2.0"' in commands
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"-m venv {TORCH}-py{version}\n" in plan(project, "test-smoke", "VERSION=2.14.1", f"PYTHON={sys.executable}")
+
+
 def test_train_writes_into_this_checkout_and_takes_arguments(project: Path) -> None:
     set_up(project)
     assert f'+experiment=tiny "output.root={project}/outputs" steps=60' in " ".join(
@@ -83,7 +118,7 @@ def test_train_writes_into_this_checkout_and_takes_arguments(project: Path) -> N
 def test_each_test_is_run_by_one_target(project: Path) -> None:
     set_up(project)
     chosen = [re.findall(r'-m "(.*?)"', plan(project, target))[0] for target in ("test", "test-system", "test-slow")]
-    markers = ("system", "netns", "rdma", "vm", "ray", "notebook", "slow", "gpu")
+    markers = ("system", "smoke", "netns", "rdma", "vm", "ray", "notebook", "slow", "gpu")
     for some in itertools.chain.from_iterable(itertools.combinations(markers, size) for size in range(len(markers) + 1)):
         has = {marker: marker in some for marker in markers}
         ran = [target for target, expression in zip(("short", "system", "slow"), chosen, strict=True) if eval(expression, has)]

@@ -1,4 +1,4 @@
-"""Gloo groups with one worker thread each, on an address of ours; the private parts of torch (2.13) that this needs.
+"""Gloo groups with one worker thread each, on an address of ours; the private parts of torch (2.11 to 2.15) that this needs.
 
 In: an address of this machine, or nothing. Out: every Gloo group that torch.distributed makes from then on is made so.
 
@@ -14,11 +14,13 @@ The address: torch knows an interface's name alone (GLOO_SOCKET_IFNAME), or goes
 several addresses, and the machine's name often means loopback.
 
 torch ignores `pg_options` for Gloo, and groups are made in many places (subgroups, device meshes, the user's own), so the class
-that its code calls is replaced.
+that its code calls is replaced. Arguments that are not known here go into the options where these have them. Where they do not,
+and where torch's class has another shape, torch makes the group in its own way, and one line in the log says what is lost.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from datetime import timedelta
 from typing import Any
@@ -26,32 +28,50 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from helixrt.private_api import GLOO_GROUPS, tell_once, usable
+
 WORKERS = 1
 _TORCH_TIMEOUT = timedelta(seconds=1800)  # the default of torch's constructor
 _Gloo: Any = dist.ProcessGroupGloo
 _bound: list[Any] = []  # the device of `bind_gloo`
 
 
-def gloo_backend(store: dist.Store, rank: int, size: int, timeout: timedelta = _TORCH_TIMEOUT) -> Any:
-    """What `dist.ProcessGroupGloo(store, rank, size, timeout)` makes, with one worker thread, on the address of `bind_gloo` or
-    else on the same interfaces.
+def gloo_backend(store: dist.Store, rank: int, size: int, timeout: timedelta = _TORCH_TIMEOUT, **others: Any) -> Any:
+    """What `dist.ProcessGroupGloo(store, rank, size, timeout, **others)` makes, with one worker thread, on the address of
+    `bind_gloo` or else on the same interfaces. `others`: what later versions of torch take.
 
     Raises RuntimeError (torch's) when the other ranks do not come in time.
     """
-    options = _Gloo._Options()
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    named = [_Gloo.create_device(interface=name) for name in interfaces.split(",") if name]
-    options._devices = _bound or named or [_Gloo.create_default_device()]
-    options._threads = WORKERS
-    options._timeout = timeout
-    return _Gloo(store, rank, size, options)
+    if usable(GLOO_GROUPS):
+        options = _Gloo._Options()
+        if all(hasattr(options, name) for name in others):
+            interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+            named = [_Gloo.create_device(interface=name) for name in interfaces.split(",") if name]
+            values = {"_devices": _bound or named or [_Gloo.create_default_device()], "_threads": WORKERS, "_timeout": timeout}
+            for name, value in {**values, **others}.items():
+                setattr(options, name, value)
+            try:
+                return _Gloo(store, rank, size, options)
+            except TypeError as error:  # refused before anything is connected
+                tell_once(GLOO_GROUPS, f"does not make a Gloo group of options ({str(error).partition(chr(10))[0]})")
+        else:
+            tell_once(GLOO_GROUPS, f"makes Gloo groups with {', '.join(sorted(others))}, which their options do not have")
+    return _Gloo(store, rank, size, timeout=timeout, **others)
+
+
+_CALLED = inspect.signature(gloo_backend)
 
 
 class _MadeWithOneWorker(type):
     """Of the class that torch.distributed calls to make a Gloo group: has the attributes and the instances of torch's own."""
 
-    def __call__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta = _TORCH_TIMEOUT) -> Any:
-        return gloo_backend(store, rank, size, timeout)
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A group of the arguments that torch has given so far (store, rank, size, timeout), or torch's of any others."""
+        try:
+            _CALLED.bind(*args, **kwargs)
+        except TypeError:
+            return _Gloo(*args, **kwargs)
+        return gloo_backend(*args, **kwargs)
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(_Gloo, name)
@@ -69,7 +89,8 @@ def one_gloo_worker() -> None:
 
     Groups that exist keep their threads. Calling it again changes nothing.
     """
-    distributed_c10d.ProcessGroupGloo = _OneWorkerGloo  # type: ignore[misc, assignment]
+    if usable(GLOO_GROUPS):
+        distributed_c10d.ProcessGroupGloo = _OneWorkerGloo  # type: ignore[misc, assignment]
 
 
 def bind_gloo(address: str) -> None:
@@ -77,5 +98,6 @@ def bind_gloo(address: str) -> None:
 
     Raises RuntimeError for what is no address of this machine.
     """
-    _bound[:] = [_Gloo.create_device(hostname=address)]
+    if usable(GLOO_GROUPS):
+        _bound[:] = [_Gloo.create_device(hostname=address)]
     one_gloo_worker()

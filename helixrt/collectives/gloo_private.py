@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 import socket
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from helixrt.errors import MissingExtra
+from helixrt.private_api import GLOO_EXCHANGE, usable
 
 _DESCRIPTORS = next((d for d in ("/proc/self/fd", "/dev/fd") if os.path.isdir(d)), "")
 
@@ -33,15 +35,18 @@ class GlooDevice:
     """A listening Gloo device on `host`; used by several groups in turn.
 
     All connections of a group are made when it is. `address` is where it listens; its port is 0 where that cannot be found
-    out (no descriptor folder), and an abort then takes effect only at the operation's timeout.
+    out (no descriptor folder, or a torch of another shape), and an abort then takes effect only at the operation's timeout.
     """
 
     def __init__(self, host: str) -> None:
         own, _ = self.address = _address((host, 0))
+        self.native: Any = None
+        if not _own_device():
+            return
         for _ in range(3):  # another thread of the program may begin to listen in the same moment
             with _creating:
                 before = _listening()
-                self.native: Any = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+                self.native = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
                 new = [at for inode, at in _listening().items() if inode not in before and at[0] == own]
             if len(new) == 1:
                 self.address = new[0]
@@ -51,6 +56,11 @@ class GlooDevice:
     def known(self) -> bool:
         """Its connections can be distinguished from others."""
         return self.address[1] != 0
+
+
+def _own_device() -> bool:
+    """Whether a group can be given its device. Without torchft this says nothing: `make_group` names the extra."""
+    return importlib.util.find_spec("torchft") is None or usable(GLOO_EXCHANGE)
 
 
 def make_group(device: GlooDevice, store: dist.Store, rank: int, size: int, timeout_s: float, name: str) -> Any:
@@ -78,7 +88,7 @@ def make_group(device: GlooDevice, store: dist.Store, rank: int, size: int, time
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
             return group
 
-    group = DeviceGloo(timedelta(seconds=timeout_s))
+    group = (TorchftGloo if device.native is None else DeviceGloo)(timedelta(seconds=timeout_s))
     # What torchft's `configure` does, on a store that is connected already.
     group._replica_id, group._rank = name, rank
     group._pg = group._create_pg(store, rank, size)

@@ -15,6 +15,7 @@ from helixrt.collectives.group_lifecycle import GroupLifecycle
 from helixrt.collectives.rendezvous import StoreClients, StoreSilent
 from helixrt.collectives.work import GroupError
 from helixrt.errors import MissingExtra, Retryable
+from helixrt.private_api import check_version
 
 try:
     from torchft.process_group import ProcessGroup
@@ -26,6 +27,7 @@ class ProcessGroupHelix(GroupLifecycle, ProcessGroup):
     """`timeout` bounds `configure` and every operation that does not bring its own."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:  # noqa: B008, immutable
+        check_version("torchft")
         ProcessGroup.__init__(self, 0, 1)
         self._unconfigured(timeout)
         self._stores = StoreClients()

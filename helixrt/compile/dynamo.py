@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 
 from helixrt.passes import nodes
 from helixrt.passes.executable import emptying
 from helixrt.passes.hide import hide
 from helixrt.passes.higher_order import check_higher_order
+from helixrt.private_api import DYNAMO_BACKEND, require
 
 RECORDED = 64
 
@@ -38,7 +38,11 @@ recorded: deque[Graph] = deque(maxlen=RECORDED)  # the latest graphs, oldest fir
 
 
 def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: object) -> Callable[..., Any]:
-    """The function torch.compile looks up by the name "helixrt"; takes no options."""
+    """The function torch.compile looks up by the name "helixrt"; takes no options. Raises ConfigError where this torch has no
+    ahead-of-time autograd for backends."""
+    require(DYNAMO_BACKEND)
+    from torch._dynamo.backends.common import aot_autograd
+
     if options:
         raise TypeError(f'backend="helixrt" takes no options, got {", ".join(options)}')
     compiled = aot_autograd(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from helixrt.passes.parts import Layout, local
+from helixrt.private_api import FAKE_TENSORS, require
 
 
 class FakeWorld:
     """Makes fake tensors that may be used together."""
 
     def __init__(self, device: torch.device) -> None:
+        """Raises ConfigError where this torch has no fake tensors."""
+        require(FAKE_TENSORS)
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
         self.device = device
         self.mode = FakeTensorMode()
 
@@ -30,9 +35,15 @@ class FakeWorld:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(local(tensor), FakeTensor)
+    return _is_of("torch._subclasses.fake_tensor", "FakeTensor", local(tensor))
 
 
 def is_traced(value: object) -> bool:
     """Replaces another tensor while AOTAutograd traces; has no memory of its own."""
-    return isinstance(value, FunctionalTensor)
+    return _is_of("torch._subclasses.functional_tensor", "FunctionalTensor", value)
+
+
+def _is_of(module: str, name: str, value: object) -> bool:
+    """Whether it is of a class of torch's; no value is where torch has not made the class yet, or has none."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)

@@ -2,7 +2,7 @@
 
 In: how many ranks there are to be. Out: a default process group of that size in this process, as its first rank, whose
 collectives do not communicate: graphs can be captured in it, and groups and device meshes made, but results of
-collectives mean nothing. The same in torch 2.11 to 2.13.
+collectives mean nothing. The same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from helixrt.errors import ConfigError
+from helixrt.private_api import FAKE_WORLD, require
 
 
 @contextmanager
 def fake_world(ranks: int) -> Iterator[None]:
-    """`ranks` ranks, until the end of the block. Raises ConfigError where there is a process group already."""
+    """`ranks` ranks, until the end of the block. Raises ConfigError where there is a process group already, or where this
+    torch has no such groups."""
+    require(FAKE_WORLD)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

@@ -23,6 +23,7 @@ from helixrt.doctor.import_paths import look_at_import_paths
 from helixrt.errors import ConfigError
 from helixrt.lab import vm_setup
 from helixrt.lab.machine import Lack, lacking
+from helixrt.private_api import LEAST, TESTED, lacking_of, parse_version
 from helixrt.transport.verbs import devices as verbs_devices
 from helixrt.transport.verbs import library as verbs_library
 
@@ -47,26 +48,20 @@ class Package:
 
 
 PACKAGES = (
-    Package("torch", (2, 11), "tensors, gradients, process groups", needed_for=Need.JOB, load="torch"),
+    Package("torch", LEAST["torch"], "tensors, gradients, process groups", needed_for=Need.JOB, load="torch"),
     Package("numpy", (1, 26), "arrays", needed_for=Need.JOB, modules=("numpy",)),
     Package("hydra-core", (1, 3), "settings of the built-in job", "train", Need.JOB, ("hydra", "omegaconf")),
-    Package("torchft", (0, 2), "membership by a lighthouse", "ft", modules=("torchft",), load="torchft.coordination"),
+    Package("torchft", LEAST["torchft"], "membership by a lighthouse", "ft", modules=("torchft",), load="torchft.coordination"),
     Package("torchdata", (0, 11), "the loader and its position", "ft", Need.JOB, ("torchdata.stateful_dataloader",)),
     Package("tensorboard", (2,), "TensorBoard files", "train", modules=("tensorboard",)),
     Package("matplotlib", (3,), "PNG pictures", "train", modules=("matplotlib",)),
     Package("tqdm", (4,), "the progress bar", "train", modules=("tqdm",)),
-    Package("ray", (2, 40), "jobs and actors on a cluster", "ray", Need.RAY_JOB, ("ray", "aiohttp", "opencensus")),
-    Package("deepspeed", (0, 19, 8), "ZeRO inside a replica: session.deepspeed", "deepspeed", modules=("deepspeed",)),
+    Package("ray", LEAST["ray"], "jobs and actors on a cluster", "ray", Need.RAY_JOB, ("ray", "aiohttp", "opencensus")),
+    Package("deepspeed", LEAST["deepspeed"], "ZeRO inside a replica: session.deepspeed", "deepspeed", modules=("deepspeed",)),
 )
 
 
 # ---- decisions ---------------------------------------------------------------------------------
-
-
-def parse_version(text: str) -> tuple[int, ...]:
-    """Leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0). Empty when there are none."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def install_hint(extra: str) -> str:
@@ -216,6 +211,15 @@ def declared_triton() -> str | None:
     return None
 
 
+def look_at_private_names() -> Finding:
+    """What of helixrt does not work, or works otherwise, because this torch has other private names."""
+    lost = lacking_of("torch")
+    if not lost:
+        return Finding("torch's private names", State.ON, "all that helixrt uses")
+    detail = "; ".join(f"{why}, lost: {what}" for what, why in lost.items())
+    return Finding("torch's private names", State.WARN, detail, f"tested: torch {', '.join(TESTED['torch'])}")
+
+
 def look_at_ports() -> Finding:
     error, taken = "", []
     try:
@@ -261,6 +265,7 @@ def examine() -> list[Finding]:
         copies,
         bare,
         packages[0],
+        *([look_at_private_names()] if packages[0].works else []),
         accelerator,
         triton,
         *packages[1:],

@@ -16,6 +16,7 @@ import torch
 
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.errors import ConfigError
+from helixrt.private_api import DEEPSPEED_PARTITIONS, require
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -179,7 +180,8 @@ class ZeroThree(Partitions):
 
 
 def partitions_of(engine: Any, group: InnerGroup) -> Partitions:
-    """Raises ConfigError for an optimizer that is none of the known kinds."""
+    """Raises ConfigError for an optimizer that is none of the known kinds, or a DeepSpeed that has other ones."""
+    require(DEEPSPEED_PARTITIONS)
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

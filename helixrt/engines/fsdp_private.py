@@ -1,9 +1,12 @@
-"""State of a backward in FSDP2 (torch 2.13) that has no public call; the one file that uses its private parts.
+"""State of a backward in FSDP2 (torch 2.11 to 2.15) that has no public call; the one file that uses its private parts.
 
-- `_get_fsdp_state()._fsdp_param_groups`: the groups of parameters that are gathered and reduced together;
+- `_get_fsdp_state()._fsdp_param_groups`: the groups of parameters that are gathered and reduced together; in torch 2.11 there
+  is one, `_fsdp_param_group`;
 - a group's `post_backward()`, called once its gradients are computed, before they are reduced: replaced on the instance;
 - a parameter's `_unsharded_param`, `unsharded_accumulated_grad` and `sharded_param`;
 - a group's `reduce_grads`, which `set_requires_gradient_sync(False)` switches off.
+
+Where FSDP2 has another shape, hooks of the sharded parameters stand in: all parameters that were reduced count as used.
 """
 
 from __future__ import annotations
@@ -13,11 +16,47 @@ from typing import Any
 
 import torch
 
+from helixrt.errors import ConfigError
+from helixrt.private_api import FSDP_BACKWARD, lacking, tell_once, unusable, usable
+
+_GROUP = ("post_backward", "fsdp_params", "reduce_grads")  # what a group of parameters must have
+
+
+def _groups(module: Any) -> list[Any] | None:
+    """The groups of parameters of this `FSDPModule`; None, and a line in the log, where they have another shape."""
+    if not usable(FSDP_BACKWARD):
+        return None
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None and hasattr(state, "_fsdp_param_group"):  # before torch 2.13
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    if groups is None or not all(hasattr(group, name) for group in groups for name in _GROUP):
+        tell_once(FSDP_BACKWARD, "has another FSDPState or FSDPParamGroup")
+        return None
+    return list(groups)
+
+
+def reduce_unused(module: Any) -> None:
+    """Have all ranks reduce the same tensors of this `FSDPModule`: zeros for a parameter without gradient. Before torch 2.13,
+    `watch_used` gives these. Raises ConfigError where there is no way."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+    elif _groups(module) is None:
+        raise _no_zeros()
+
+
+def _no_zeros() -> ConfigError:
+    why = "has no FSDPModule.set_reduce_scatter_unused_params, and another FSDPParamGroup"
+    return unusable(FSDP_BACKWARD, lacking(FSDP_BACKWARD) or why)
+
 
 def watch_used(module: Any, used: Callable[[torch.Tensor], None]) -> Callable[[], None]:
     """Have `used(sharded parameter)` called in each backward for the parameters of this `FSDPModule` that this rank's backward
     gave a gradient, before the reduction. Returns what ends it."""
-    groups = list(module._get_fsdp_state()._fsdp_param_groups)
+    groups = _groups(module)
+    if groups is None:
+        sharded = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return _end_of([parameter.register_post_accumulate_grad_hook(used) for parameter in sharded])
     for group in groups:
         group.post_backward = _post_backward(group, used)
 
@@ -28,19 +67,32 @@ def watch_used(module: Any, used: Callable[[torch.Tensor], None]) -> Callable[[]
     return end
 
 
+def _end_of(hooks: list[Any]) -> Callable[[], None]:
+    def end() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return end
+
+
 def _post_backward(group: Any, used: Callable[[torch.Tensor], None]) -> Callable[..., None]:
     original = group.post_backward
+    zeros = hasattr(group, "reduce_scatter_unused_params")  # torch 2.13 and newer reduce zeros themselves
 
     def post_backward(*unused: Any) -> None:
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
-            if whole is not None and (whole.grad is not None or parameter.unsharded_accumulated_grad is not None):
+            if whole is None:
+                continue
+            if whole.grad is not None or parameter.unsharded_accumulated_grad is not None:
                 used(parameter.sharded_param)
+            elif not zeros and whole.requires_grad and group.reduce_grads:
+                whole.grad = torch.zeros_like(whole)
         original(*unused)
 
     return post_backward
 
 
 def reduces(module: Any) -> bool:
-    """Whether this `FSDPModule` reduces its gradients in each backward."""
-    return all(group.reduce_grads for group in module._get_fsdp_state()._fsdp_param_groups)
+    """Whether this `FSDPModule` reduces its gradients in each backward, as far as it is known."""
+    return all(group.reduce_grads for group in _groups(module) or ())

@@ -1,10 +1,11 @@
-"""torch.distributed.checkpoint (torch 2.11 to 2.13), without a process group: each rank writes its files, one the metadata.
+"""torch.distributed.checkpoint (torch 2.11 to 2.15), without a process group: each rank writes its files, one the metadata.
 
 In: tensors and objects with their keys. Out: files in DCP's format, and a `.metadata` over those of all ranks, which names them
 by their paths below its folder: `dcp.load`, `dcp_to_torch_save` and others read it as any checkpoint.
 
 What is not public: `_StorageInfo`, where an entry lies in a file; `FsspecWriter` and `FsspecReader`, which take the place of
-`FileSystemWriter` and `FileSystemReader` in a storage.
+`FileSystemWriter` and `FileSystemReader` in a storage; `create_read_items_for_chunk_list`. Functions that need one of them
+raise ConfigError where torch has another.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ from typing import Any
 
 import torch
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
 from helixrt.job.checkpoint_layout import WholeTensor, box_of, crc_of
 from helixrt.job.stored_path import Place, StoredPath
+from helixrt.private_api import STORAGE_FILES, STORED_PLACES, require
 from helixrt.replica.portions import Portion
 
 
@@ -54,12 +53,19 @@ def write_data(folder: Place, things: Sequence[Any], written: Callable[[], None]
     class FileWriter(Finished, dcp.FileSystemWriter):
         pass
 
-    class StorageWriter(Finished, FsspecWriter):
-        pass
-
     _alone_on_purpose()
-    # A storage has bytes for good when a file is closed; asked to sync, the writer would sync this machine's disks.
-    writer = StorageWriter(str(folder), sync_files=False) if isinstance(folder, StoredPath) else FileWriter(folder)
+    writer: Any
+    if isinstance(folder, StoredPath):
+        require(STORAGE_FILES)
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+        class StorageWriter(Finished, FsspecWriter):
+            pass
+
+        # A storage has bytes for good when a file is closed; asked to sync, the writer would sync this machine's disks.
+        writer = StorageWriter(str(folder), sync_files=False)
+    else:
+        writer = FileWriter(folder)
     dcp.save({}, storage_writer=writer, planner=_SavePlanner(things), no_dist=True)
     found = {int(each.index.fqn): each.storage_data for part in saved for each in part}
     return [Stored(found[i].relative_path, found[i].offset, found[i].length) for i in range(len(things))]
@@ -91,7 +97,15 @@ def read(folder: Place, wanted: Mapping[str, tuple[Portion, torch.Tensor, Crcs]]
     """Fill each tensor with what its portion names of the checkpoint in the folder; by any keys, `Portion.name` is that in the
     checkpoint. Raises what DCP raises, ValueError inside it for a box whose bytes are not those of its CRC-32."""
     _alone_on_purpose()
-    reader = FsspecReader(str(folder)) if isinstance(folder, StoredPath) else dcp.FileSystemReader(folder)
+    require(STORED_PLACES)
+    reader: Any
+    if isinstance(folder, StoredPath):
+        require(STORAGE_FILES)
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+        reader = FsspecReader(str(folder))
+    else:
+        reader = dcp.FileSystemReader(folder)
     dcp.load({}, storage_reader=reader, planner=_LoadPlanner(wanted), no_dist=True)
 
 
@@ -106,6 +120,9 @@ def _put(entries: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def _result(index: MetadataIndex, stored: Stored) -> WriteResult:
+    require(STORED_PLACES)
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
     return WriteResult(index, stored.nbytes, _StorageInfo(stored.file, stored.at, stored.nbytes))
 
 
@@ -191,6 +208,8 @@ class _LoadPlanner(dcp.LoadPlanner):
 
     def create_local_plan(self) -> dcp.LoadPlan:
         assert self._metadata is not None
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
         items: list[dcp.ReadItem] = []
         for portion, tensor, crcs in self._wanted.values():
             stored = self._metadata.state_dict_metadata.get(portion.name)

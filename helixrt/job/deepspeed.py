@@ -20,6 +20,7 @@ from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.session_host import SessionSettings
 from helixrt.job.step import Step
+from helixrt.private_api import check_version
 
 
 def deepspeed_engine(
@@ -30,6 +31,7 @@ def deepspeed_engine(
     running_buffers: Sequence[str],
 ) -> tuple[Any, DeepSpeedEngine]:
     """See `Session.deepspeed`. `connect` gives the dp_shard ranks of this replica, connected."""
+    check_version("deepspeed")
     mesh = settings.mesh
     mesh.check_module()
     if mesh.tp > 1:

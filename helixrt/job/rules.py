@@ -26,6 +26,7 @@ from helixrt.job.reach import NO_HOPPING, POLICIES, reach
 from helixrt.job.slow_stages import check_slow
 from helixrt.job.stored_path import check_storage
 from helixrt.job.warm_up import chosen_start
+from helixrt.private_api import check_version
 from helixrt.timeouts import derive
 from helixrt.transport.auto import TRANSPORTS, check_transport
 
@@ -191,7 +192,8 @@ def _step(key: str, step: int, steps: int) -> Iterator[ConfigError]:
 
 
 def _extras(config: JobConfig) -> None:
-    """Raise MissingExtra for an optional package that this configuration needs."""
+    """Raise MissingExtra for an optional package that this configuration needs, ConfigError for one that is too old."""
+    check_version("torch")
     needed = []
     if config.mesh.replicas > 1 and config.membership == "torchft":
         needed.append(("torchft", "ft", "membership=torchft"))
@@ -200,6 +202,7 @@ def _extras(config: JobConfig) -> None:
     for package, extra, what_for in needed:
         if importlib.util.find_spec(package) is None:
             raise MissingExtra(package, extra, what_for)
+        check_version(package)
 
 
 def check_address(host: str, port: int) -> None:

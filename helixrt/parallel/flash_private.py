@@ -4,8 +4,9 @@ In: q [batch, heads, queries, head_dim], k and v [batch, heads, keys, head_dim].
 the logarithm of each softmax's denominator, and gradients, of these keys' part of a softmax over more keys (Dao et al.,
 FlashAttention, 2022, algorithms 2 and 4).
 
-By torch's fused operators on the processor and, in half precision, on CUDA; they are private in torch 2.13, since
-`scaled_dot_product_attention` gives no denominators. Elsewhere by matrix products that hold all scores at once.
+By torch's fused operators on the processor and, in half precision, on CUDA; they are private in torch 2.11 to 2.15, since
+`scaled_dot_product_attention` gives no denominators. Elsewhere, and where these operators have another shape, by matrix
+products that hold all scores at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import math
 
 import torch
+
+from helixrt.private_api import FLASH, FLASH_CUDA, usable
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -24,7 +27,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> t
 
     `causal`: query i sees keys 0 to i.
     """
-    if q.device.type == "cpu":
+    if _fused_on_cpu(q):
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if _fused_on_cuda(q):
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
@@ -44,7 +47,7 @@ def attend_backward(
 
     `out` and `denominator` are as of `attend` over all keys that the queries see, `gradient` is that of this output.
     """
-    if q.device.type == "cpu":
+    if _fused_on_cpu(q):
         saved = (gradient, q, k, v, out, denominator)
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*saved, 0.0, causal)
     if _fused_on_cuda(q):
@@ -86,5 +89,15 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
     return scores
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _usable_on(device: str) -> bool:
+    return usable(FLASH if device == "cpu" else FLASH_CUDA)
+
+
+def _fused_on_cpu(q: torch.Tensor) -> bool:
+    return q.device.type == "cpu" and _usable_on("cpu")
+
+
 def _fused_on_cuda(q: torch.Tensor) -> bool:
-    return q.device.type == "cuda" and q.dtype in _HALF and q.shape[-1] % _FUSED_MULTIPLE == 0 and q.shape[-1] <= 256
+    fits = q.device.type == "cuda" and q.dtype in _HALF and q.shape[-1] % _FUSED_MULTIPLE == 0 and q.shape[-1] <= 256
+    return fits and _usable_on("cuda")

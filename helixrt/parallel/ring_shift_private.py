@@ -9,16 +9,20 @@ ranks would have different graphs; here these follow from the group. The operato
 collectives, because torch's compiler knows by the namespace what it may neither compute twice nor keep where it is not
 needed: it put an operator of another namespace into the graphs of forward and backward both.
 
-Private in torch 2.13: that namespace, how a group is found by its name, how a wait finds what it waits for, and how sends
-and receives are grouped. What is sent must stay in memory until the wait. Eager execution, captured graphs and `aot_eager`
-see to that; whole graphs compiled by Inductor do not, since it knows it of torch's own collectives alone.
+Private in torch 2.11 to 2.15: that namespace, how a group is found by its name, how a wait finds what it waits for, and how
+sends and receives are grouped. What is sent must stay in memory until the wait. Eager execution, captured graphs and
+`aot_eager` see to that; whole graphs compiled by Inductor do not, since it knows it of torch's own collectives alone.
+
+Where torch has no such wait or grouping, the operator waits for the messages itself (`torch.distributed.batch_isend_irecv`).
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
+
+from helixrt.private_api import NAMED_GROUPS, RING_SHIFT, require, usable
 
 _NAME = "helixrt_ring_shift"
 _LIBRARY = torch.library.Library("_c10d_functional", "FRAGMENT")
@@ -26,10 +30,19 @@ _LIBRARY.define(f"{_NAME}(Tensor x, int by, str group_name) -> Tensor")
 
 
 def _ring_shift(x: torch.Tensor, by: int, group_name: str) -> torch.Tensor:
-    group = _resolve_process_group(group_name)  # type: ignore[arg-type, unused-ignore]
+    require(NAMED_GROUPS)
+    group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type, unused-ignore]
     rank, size = group.rank(), group.size()
     sent, received = x.contiguous(), _like(x, by, group_name)
     to, source = (rank + by) % size, (rank - by) % size
+    if not usable(RING_SHIFT):
+        messages = [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=source),
+        ]
+        for message in dist.batch_isend_irecv(messages):
+            message.wait()
+        return received
     if type(group) is dist.ProcessGroup and group._get_backend(x.device).supports_coalescing:
         group._start_coalescing(x.device)
         group.send([sent], to, 0)

@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 KILLED = Path(__file__).with_name("killed.py")
 
 
-def run(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path | int, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, arguments)]
-    return programs.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=460)
+    return programs.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=460)
 
 
 def folder_of(root: Path) -> Path:

@@ -9,6 +9,7 @@ from tests.examples.runs import ROOT, run
 pytestmark = pytest.mark.system
 
 
+@pytest.mark.smoke
 def test_two_ranks_weave_and_have_the_gradients_of_a_plain_loop() -> None:
     done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, ROOT / "examples" / "compile_tp.py", 2)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -111,7 +111,9 @@ def test_the_example_is_short() -> None:
 
 @pytest.mark.system
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("membership", ["auto", pytest.param("store", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "membership", [pytest.param("auto", marks=pytest.mark.smoke), pytest.param("store", marks=pytest.mark.slow)]
+)
 def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(membership: str, tmp_path: Path) -> None:
     done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, 1, membership)
     folder = folder_of(tmp_path)

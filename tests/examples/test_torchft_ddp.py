@@ -14,6 +14,7 @@ pytestmark = pytest.mark.system
 pytest.importorskip("torchft", reason="torchft is not installed (extra: ft)")
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(400)
 def test_both_groups_survive_a_kill(tmp_path: Path) -> None:
     steps = 60

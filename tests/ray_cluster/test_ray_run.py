@@ -42,6 +42,7 @@ def submitted(ray_head: Any, folder: Path, case: str) -> tuple[int, str]:
     return code, client.get_job_logs(job)
 
 
+@pytest.mark.smoke
 def test_a_script_loses_a_replica_and_ends_with_every_batch_once(ray_head: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     code, said = submitted(ray_head, tmp_path, "killed")
