@@ -55,7 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.core.global_force_seed = config.option.seed
     options = (f"--seed={config.option.seed}",)
     config.pluginmanager.register(Forwarder(options), "lab")  # tests marked rdma run in the VM lab
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else Gloo looks up this machine's name
     leaks.watch(config)
 
 

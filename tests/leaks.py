@@ -216,7 +216,7 @@ def described(left: Resource) -> str:
     if left.kind == "process":
         with suppress(OSError):
             command = Path(f"/proc/{left.number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            return f"process {left.number}, child of {parent_of(left.number)}: {command or 'ended, not waited for'}"
+            return f"process {left.number}, child of {parent_of(left.number)}: {command.strip() or 'ended, not waited for'}"
     if left.kind == "thread":
         names = {thread.native_id: repr(thread.name) for thread in threading.enumerate()}
         return f"thread {left.number}: {names.get(left.number, f'{name_of(left.number)} (native)')}"

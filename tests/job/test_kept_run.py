@@ -723,7 +723,7 @@ def test_the_watch_over_a_keeper_goes_on_after_an_error(
     monkeypatch.setattr(keeper_start, "is_lost", lambda folder, found: found is lives)
     monkeypatch.setattr(keeper_start, "start_again", start)
     watch = keeper_start.KeeperWatch(tmp_path, period_s=0.01)
-    assert started.wait(20.0)
+    assert started.wait(60)
     watch.close()
     said = capsys.readouterr().err
     assert said.count(str(error)) == 1 and "was lost; now it is process 2" in said

@@ -60,7 +60,7 @@ def test_a_record_is_written_when_its_time_is_over_though_nobody_asks(tmp_path: 
     writer = LineageWriter(tmp_path, gather_s=0.01)
     for index, entry in enumerate(entries):
         writer.append(index, entry)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(read_lineage(tmp_path)) <= index and time.monotonic() < deadline:
             time.sleep(0.005)
         assert read_lineage(tmp_path) == entries[: index + 1]

@@ -21,7 +21,7 @@ from helixrt.replica.store import MemoryRunStore
 from helixrt.replica.work_page import NOT_WORKING, WorkPage, WorkWord, word_if_possible
 
 LIMITS = Limits(step_s=10.0, start_s=100.0, look_s=1.0)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def thread(

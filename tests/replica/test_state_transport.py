@@ -330,7 +330,7 @@ def test_who_does_not_know_the_secret_gets_nothing() -> None:
         stranger.fetch("s", layout_of(state), [donor.address], TIMEOUT_S)
     assert donor.refused == 1
     host, port = donor.address.split(":")
-    plain = http.client.HTTPConnection(host, int(port), timeout=10)
+    plain = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
     plain.request("GET", "/state/s?begin=0&end=4000")
     answer = plain.getresponse()
     assert (answer.status, answer.read()) == (403, b"")
