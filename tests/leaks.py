@@ -2,7 +2,7 @@
 that looks a name up.
 
 A pytest plugin. What exists before the first test, what a fixture of a wider scope made (until that scope ends), and what
-`once_per_process` lists is not a leak. What a test leaves gets `GRACE_S` and one garbage collection to end by itself.
+`once_per_process` lists is not a leak. What a test leaves gets `GRACE_S` and garbage collections to end by itself.
 A test that has failed anyway is not checked: its traceback keeps objects alive.
 
 - Processes: children of this process, and every process with this run's mark in its environment, whoever its parent is now.
@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-GRACE_S = 5.0
+GRACE_S = 30.0
+SHOWN = 12  # of what one test left
 MARK = "HELIXRT_TESTS_OF"  # in the environment of all that this process starts
 # Fixtures of a wider scope that start processes when a test asks: checked when their scope ends.
 ON_DEMAND = frozenset({"ask_ranks", "ray_head"})
@@ -172,8 +173,9 @@ class LeakCheck:
                 now, left = self._after_grace(item, left)
             self._known &= now
             self._known |= left if not self._failed else now
-        if problems := [*(f"name look-up: {name}" for name in lookups), *map(described, sorted(left))]:
-            pytest.fail("left behind by this test:\n  " + "\n  ".join(problems), pytrace=False)
+        if problems := [*(f"name look-up: {name}" for name in lookups), *map(described, sorted(left, reverse=True))]:
+            more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+            pytest.fail("left behind by this test:\n  " + "\n  ".join(problems[:SHOWN] + more), pytrace=False)
 
     def _left(self, now: Resources) -> Resources:
         left = now - self._known
@@ -181,8 +183,9 @@ class LeakCheck:
 
     def _after_grace(self, item: pytest.Item, left: Resources) -> tuple[Resources, Resources]:
         holders = [fixture for fixture in self._held if fixture.argname in ON_DEMAND & set(getattr(item, "fixturenames", ()))]
+        getattr(item, "funcargs", {}).clear()  # pytest drops them right after this
         now: Resources = set()
-        ends_s, wait_s, collected = time.monotonic() + GRACE_S, 0.001, False
+        ends_s, wait_s = time.monotonic() + GRACE_S, 0.001
         while left and time.monotonic() < ends_s:
             now = self.now()
             once = list(once_per_process())
@@ -193,10 +196,9 @@ class LeakCheck:
                 left = set()
             if left:
                 time.sleep(wait_s)
-                wait_s = min(2 * wait_s, 0.1)
-                if wait_s > 0.03 and not collected:  # a thread that has just been joined ends sooner
+                wait_s = min(2 * wait_s, 1.0)
+                if wait_s > 0.03:  # a thread that has just been joined ends sooner
                     gc.collect()
-                    collected = True
         return now, left
 
     def _is_of_others(self, left: Resource) -> bool:
@@ -259,4 +261,5 @@ def forbid_lookups(lookups: list[str]) -> None:
 
 def watch(config: pytest.Config) -> None:
     os.environ[MARK] = str(os.getpid())
+    os.environ["RES_OPTIONS"] = "attempts:0"  # no process of the tests asks a name server (resolv.conf(5))
     config.pluginmanager.register(LeakCheck(), "leak check")

@@ -63,6 +63,11 @@ def test_name():
     with pytest.raises(OSError):
         socket.create_connection(("no-such-host.example", 1))
 
+def test_name_in_a_child():
+    lookup = "import socket; socket.gethostbyname('no-such-host.example')"
+    said = subprocess.run([sys.executable, "-c", lookup], capture_output=True, text=True).stderr
+    assert "Temporary failure in name resolution" in said, said
+
 @pytest.fixture(scope="module")
 def closes():
     process = subprocess.Popen(SLEEP)
@@ -100,7 +105,7 @@ LEFT = {
 def test_what_a_test_leaves_fails_it_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(PLUGIN)
     (tmp_path / "test_cases.py").write_text(TESTS)
-    argv = [sys.executable, "-m", "pytest", "-rA", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    argv = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     said = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=200).stdout
     failed = dict(re.findall(r"_ ERROR at teardown of (\w+) _+\nleft behind by this test:\n  (.*)\n", said))

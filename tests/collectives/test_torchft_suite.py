@@ -91,6 +91,8 @@ def _run_test(kind: type[unittest.TestCase], label: str) -> None:
     (test,) = (test for test in dir(kind) if _label(test) == label)
     result = unittest.TestResult()
     unittest.TestSuite([kind(test)]).run(result)
+    for name in {"store", "pg_pool", "executor"} & vars(kind).keys():  # which setUpClass has made, and nobody drops
+        delattr(kind, name)
     for _, trace in (*result.errors, *result.failures):
         pytest.fail(trace)
     assert not result.skipped, result.skipped
