@@ -85,6 +85,8 @@ def once_per_process() -> Iterator[Callable[[Resource], bool]]:
     yield lambda left: left.kind == "process" and left.number in servers  # multiprocessing starts each once
     pipes = {forkserver._forkserver._forkserver_alive_fd, resource_tracker._resource_tracker._fd}
     yield lambda left: left.kind == "descriptor" and left.number in pipes  # their end ends the servers
+    # A semaphore of a killed process is deleted with the session, by multiprocessing's server; its name does not tell whose.
+    yield lambda left: left.kind == "file" and left.target.startswith("sem.mp-")
     yield is_libuv_lock
     yield lambda left: left.kind == "thread" and name_of(left.number).startswith(tuple(POOLS))
 

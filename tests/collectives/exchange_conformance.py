@@ -22,6 +22,7 @@ import torch
 from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Retryable
 from tests.ranks_context import ranks_context
+from tests.waiting import until
 
 DEADLINE_S = 60.0
 SECRET = b"the secret of a run of tests"
@@ -101,10 +102,7 @@ def resources() -> tuple[int, int]:
 
 def await_resources(settled: tuple[int, int]) -> None:
     """Until no more threads and descriptors are there than `settled`."""
-    deadline = time.monotonic() + DEADLINE_S
-    while any(now > before for now, before in zip(resources(), settled, strict=True)):
-        assert time.monotonic() < deadline, (resources(), settled)
-        time.sleep(0.05)
+    until(lambda: all(now <= before for now, before in zip(resources(), settled, strict=True)), lambda: f"{resources()}")
 
 
 class ExchangeConformance:

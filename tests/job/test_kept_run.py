@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -62,17 +61,11 @@ from helixrt.replica.store import MemoryRunStore
 from helixrt.replica.store_client import DurableRunStore
 from helixrt.replica.variables import adopt
 from helixrt.replica.versions import versions
+from tests.waiting import until
 
 SCRIPT = Path(__file__).with_name("kept_script.py")
 KEPT = KeptRun("h:1", "127.0.0.1:1", "", "process 7 on h", "run-1", 0, {"launcher": "local"}, "m", {}, 600.0, 10.0, "", 0)
 DEADLINE_S = 200.0
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.05)
 
 
 class Console:
