@@ -20,6 +20,7 @@ import ipaddress
 import os
 import re
 import socket
+import sys
 import termios
 import threading
 import time
@@ -34,8 +35,9 @@ import pytest
 GRACE_S = 30.0
 SHOWN = 12  # of what one test left
 MARK = "HELIXRT_TESTS_OF"  # in the environment of all that this process starts
-# Fixtures of a wider scope that start processes when a test asks: checked when their scope ends.
-ON_DEMAND = frozenset({"ask_ranks", "ray_head"})
+# Fixtures of a wider scope that start processes, or whose servers take connections, while a test runs: checked when their
+# scope ends.
+ON_DEMAND = frozenset({"ask_ranks", "ray_head", "replica"})
 # Native threads that torch starts once per process and never ends, by the start of their names.
 POOLS = {"pt_autograd_": "one thread per device runs the backward pass"}
 
@@ -89,6 +91,7 @@ def once_per_process() -> Iterator[Callable[[Resource], bool]]:
     yield lambda left: left.kind == "file" and left.target.startswith("sem.mp-")
     yield is_libuv_lock
     yield lambda left: left.kind == "thread" and name_of(left.number).startswith(tuple(POOLS))
+    yield is_of_tokio
 
 
 def is_libuv_lock(left: Resource) -> bool:
@@ -100,6 +103,15 @@ def is_libuv_lock(left: Resource) -> bool:
     with suppress(OSError):
         fcntl.ioctl(left.number, termios.FIONREAD, unread)
     return len(ends) == 2 and unread[0] == 1
+
+
+def is_of_tokio(left: Resource, pair: set[str] = set()) -> bool:  # noqa: B006, of this process
+    """tokio, which is in torchft, makes one pair of sockets per process, for signals."""
+    if "torchft" in sys.modules and left.target.startswith("socket:") and len(pair) < 2:
+        with suppress(OSError), socket.socket(fileno=os.dup(left.number)) as end:
+            if end.family == socket.AF_UNIX and end.getsockname() == "" == end.getpeername():
+                pair.add(left.target)
+    return left.target in pair
 
 
 def link_of(path: str) -> str:

@@ -103,7 +103,7 @@ class Peers(ABC):
 
     @abstractmethod
     def again(self) -> None:
-        """A new test begins; donors without a fault may be given out once more."""
+        """A test ends; donors without a fault may be given out once more."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -121,12 +121,13 @@ class HttpPeers(Peers):
         return transport.address
 
     def again(self) -> None:
-        pass  # donors cost nothing here
+        while self._made:
+            transport = self._made.pop()
+            transport.close()
+            transport.close()
 
     def close(self) -> None:
-        for transport in [self.fetcher, *self._made]:
-            transport.close()
-            transport.close()
+        self.fetcher.close()
 
 
 class RayPeers(Peers):
@@ -197,9 +198,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[Peers]:
 
 
 @pytest.fixture
-def peers(world: Peers) -> Peers:
+def peers(world: Peers) -> Iterator[Peers]:
+    yield world
     world.again()
-    return world
 
 
 def test_three_donors_share_the_bytes(peers: Peers) -> None:
