@@ -92,6 +92,8 @@ def once_per_process() -> Iterator[Callable[[Resource], bool]]:
     yield is_libuv_lock
     yield lambda left: left.kind == "thread" and name_of(left.number).startswith(tuple(POOLS))
     yield is_of_tokio
+    # tqdm starts one thread per process, with the first progress bar.
+    yield lambda left: left.kind == "thread" and thread_named(left.number) == "tqdm_monitor"
 
 
 def is_libuv_lock(left: Resource) -> bool:
@@ -118,6 +120,10 @@ def link_of(path: str) -> str:
     with suppress(OSError):
         return os.readlink(path)
     return ""
+
+
+def thread_named(number: int) -> str:
+    return next((thread.name for thread in threading.enumerate() if thread.native_id == number), "")
 
 
 def name_of(thread: int) -> str:
@@ -234,8 +240,8 @@ def described(left: Resource) -> str:
             command = Path(f"/proc/{left.number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             return f"process {left.number}, child of {parent_of(left.number)}: {command.strip() or 'ended, not waited for'}"
     if left.kind == "thread":
-        names = {thread.native_id: repr(thread.name) for thread in threading.enumerate()}
-        return f"thread {left.number}: {names.get(left.number, f'{name_of(left.number)} (native)')}"
+        named = thread_named(left.number)
+        return f"thread {left.number}: {repr(named) if named else f'{name_of(left.number)} (native)'}"
     if left.kind == "descriptor":
         peers = ""
         if left.target.startswith("socket:"):
