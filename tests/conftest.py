@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, settings
 
 from helixrt import doctor
 from helixrt.lab.vm_tests import Forwarder
-from tests import programs
+from tests import leaks, programs
 from tests.emulate.sweeps import SWEEP_SEEDS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests start many processes on few cores
@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.core.global_force_seed = config.option.seed
     options = (f"--seed={config.option.seed}",)
     config.pluginmanager.register(Forwarder(options), "lab")  # tests marked rdma run in the VM lab
+    leaks.watch(config)
 
 
 @pytest.hookimpl(optionalhook=True)

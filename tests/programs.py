@@ -67,8 +67,8 @@ _generators: list[random.Random] = []  # of the modules that a server has import
 class _Server:
     """The client's side: `control` is its connection to the process that forks; `inherited` is what that process has."""
 
-    def __init__(self, control: socket.socket, has: Inherited) -> None:
-        self.control, self.inherited, self.owner = control, has, os.getpid()
+    def __init__(self, control: socket.socket, pid: int, has: Inherited) -> None:
+        self.control, self.pid, self.inherited, self.owner = control, pid, has, os.getpid()
 
     @staticmethod
     def new() -> _Server:
@@ -79,7 +79,7 @@ class _Server:
             command = [sys.executable, "-c", program]
             process = _PLAIN_POPEN(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT)
         atexit.register(_end, control, process)
-        server = _Server(control, inherited(environment))
+        server = _Server(control, process.pid, inherited(environment))
         control.settimeout(300)
         if control.recv(1) != b"r":
             raise RuntimeError("the server of programs did not start")
@@ -108,6 +108,11 @@ class _Server:
 _server: _Server | None = None
 refused = ""  # why the present test may start no program; set by conftest.py
 forks = True  # False for tests marked `smoke`, which start programs as users do
+
+
+def kept() -> set[tuple[str, int]]:
+    """What this process keeps until its end: its server, and the connection to it."""
+    return {("process", _server.pid), ("descriptor", _server.control.fileno())} if _server is not None else set()
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -274,7 +279,7 @@ def _server_of_its_own(has: Inherited) -> bool:
     """Fork it. True in a program that it has forked, and that has ended."""
     global _server
     ours, theirs = socket.socketpair()
-    if os.fork() == 0:
+    if (server := os.fork()) == 0:
         ours.close()
         os.setsid()  # a signal to the program's group is not for it: it ends when its connection does
         null = os.open(os.devnull, os.O_RDWR)
@@ -284,7 +289,7 @@ def _server_of_its_own(has: Inherited) -> bool:
             return True
         os._exit(0)
     theirs.close()
-    _server = _Server(ours, has)
+    _server = _Server(ours, server, has)
     subprocess.Popen = _OfProgram  # type: ignore[misc]
     return False
 

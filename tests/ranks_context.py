@@ -58,4 +58,5 @@ def wrong_by_scenario(
         for process in ranks:
             process.join(5)
             process.kill()
+            process.join()
     return found

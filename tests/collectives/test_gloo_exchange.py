@@ -104,7 +104,7 @@ def listening(exchange: GlooExchange) -> tuple[str, int]:
 @pytest.fixture
 def two(store_address: str) -> Iterator[list[GlooExchange]]:
     """Connected, in one process."""
-    members = [GlooExchange(timeout_s=20.0) for _ in range(2)]
+    members = [GlooExchange(timeout_s=DEADLINE_S) for _ in range(2)]
     configure_all(members, 1, store_address)  # type: ignore[arg-type]
     yield members
     for member in members:
@@ -132,7 +132,7 @@ def test_an_abort_leaves_connections_that_have_the_same_port_at_another_address(
 
 def test_an_abort_leaves_connections_to_a_peers_address_that_gloo_did_not_make(store_address: str) -> None:
     """The program connects to where a peer's Gloo device listens, before the group does and after: only Gloo's are ended."""
-    members = [GlooExchange(timeout_s=20.0) for _ in range(2)]
+    members = [GlooExchange(timeout_s=DEADLINE_S) for _ in range(2)]
     for member in members:
         member._device = GlooDevice("127.0.0.1")
     theirs = listening(members[1])

@@ -5,6 +5,7 @@ The processes start once; each test asks them for one part.
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
@@ -29,6 +30,7 @@ DEADLINE_S = 60.0
 def _rank(pipe: Connection, rank: int, folder: str) -> None:
     """Answers the names of functions below with what they return, or with the error."""
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import helixrt.collectives  # noqa: F401, registers the backend
 
     dist.init_process_group("helix", init_method=f"file://{folder}/helix", rank=rank, world_size=SIZE)
@@ -253,7 +255,7 @@ def dtensor(gloo: Any) -> None:
 
 def subgroups(gloo: Any) -> None:
     me = dist.get_rank()
-    pair = dist.new_group([0, 2], backend="helix", timeout=timedelta(seconds=20))
+    pair = dist.new_group([0, 2], backend="helix", timeout=timedelta(seconds=DEADLINE_S))
     if me != 1:
         value = torch.ones(3) * (me + 1)
         dist.all_reduce(value, group=pair)

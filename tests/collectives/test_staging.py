@@ -24,6 +24,7 @@ from helixrt.protocol.collective.algorithms import choice
 from helixrt.protocol.collective.plan import Copy, Node, Receive, Reduce, Region, Send, Space
 from helixrt.transport.device_lanes import Lane, Mark
 from tests.collectives.queue_group import DEADLINE_S, SMALL, SUM, Group, tensor
+from tests.waiting import until
 
 CHUNK_BYTES = 64
 
@@ -400,10 +401,7 @@ def test_what_a_failed_call_had_queued_comes_before_what_the_caller_does_next() 
         handle = group.ranks[0].all_reduce(torch.ones(9), out, SUM, How(DEADLINE_S))
         assert world.step() and not world.waiting, "the source has come"
         group.ranks[1].all_reduce(torch.ones(9), torch.zeros(9), SUM, How(DEADLINE_S))
-        until = time.monotonic() + DEADLINE_S
-        while not world.waiting:  # for the sum to be queued
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        until(lambda: world.waiting, "the sum is queued")
         group.endpoints[1].die()
         with pytest.raises(CollectiveError, match="the connection was reset"):
             handle.wait(DEADLINE_S / 2)

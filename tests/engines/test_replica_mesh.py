@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -19,6 +20,7 @@ SIZES = {"pp": 2, "cp": 2, "tp": 2}
 
 
 def _rank(rank: int, rendezvous: str, results: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(rendezvous, 8)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=8, timeout=timedelta(seconds=120))
     mesh = ReplicaMesh(SIZES, rank, timeout=timedelta(seconds=120))

@@ -274,7 +274,7 @@ def test_a_process_that_hangs_in_its_way(kind: str) -> None:
         assert process.poll() is None
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(60)
 
 
 # ---------------------------------------------------------------- whom a kill reaches
@@ -294,7 +294,7 @@ def _rank_elsewhere(store_address: str, rank: int, host: str, kills: bool) -> No
 
     killer = ReplicaKiller(TcpRunStore(store_address), "1/0", rank, 2, obeys=True, host=host)
     if kills:
-        TcpRunStore(store_address).wait("pid/1/0/1", 20)
+        TcpRunStore(store_address).wait("pid/1/0/1", 60)
         killer.kill()
     time.sleep(600)
 
@@ -319,5 +319,5 @@ def test_a_peer_on_another_host_is_asked_to_kill_itself() -> None:
     finally:
         for process in (*ranks, bystander):
             process.kill()
-            process.join(20)
+            process.join(60)
         del server

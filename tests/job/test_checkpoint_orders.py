@@ -89,13 +89,13 @@ class Replica:
             self.told.append(save)
             self.saver.save(save.record, lambda: PART, lambda: None, save.after_failover)
         if waits:
-            self.saver.wait(20)
+            self.saver.wait(60)
 
     def carry_out(self) -> None:
         for save in self.told:
             self.saver.save(save.record, lambda: PART, lambda: None, save.after_failover)
         self.told.clear()
-        self.saver.wait(20)
+        self.saver.wait(60)
 
 
 @pytest.fixture(params=[Disk, Storage])

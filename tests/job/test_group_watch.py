@@ -98,9 +98,9 @@ def test_a_main_thread_that_does_not_end_is_ended_with_its_process(ends: bool, m
 
     with GroupWatch(store, LIFE, 0, 2, end, leave):
         store.put_if_absent(ended_key(*LIFE), "yes")
-        assert failed.wait(20.0)
+        assert failed.wait(60)
         if not ends:
-            assert gone.wait(20.0)
+            assert gone.wait(60)
     assert isinstance(told[0], StartAgain) and left == ([] if ends else [RELOAD_EXIT])
     said = store.get(exit_key(*LIFE, 0))
     assert said is None if ends else said is not None and json.loads(said)["code"] == RELOAD_EXIT

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -63,17 +62,11 @@ from helixrt.replica.store_client import DurableRunStore
 from helixrt.replica.variables import adopt
 from helixrt.replica.versions import versions
 from tests import programs
+from tests.waiting import until
 
 SCRIPT = Path(__file__).with_name("kept_script.py")
 KEPT = KeptRun("h:1", "127.0.0.1:1", "", "process 7 on h", "run-1", 0, {"launcher": "local"}, "m", {}, 600.0, 10.0, "", 0)
 DEADLINE_S = 200.0
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.05)
 
 
 class Console:
@@ -725,7 +718,7 @@ def test_the_watch_over_a_keeper_goes_on_after_an_error(
     monkeypatch.setattr(keeper_start, "is_lost", lambda folder, found: found is lives)
     monkeypatch.setattr(keeper_start, "start_again", start)
     watch = keeper_start.KeeperWatch(tmp_path, period_s=0.01)
-    assert started.wait(20.0)
+    assert started.wait(60)
     watch.close()
     said = capsys.readouterr().err
     assert said.count(str(error)) == 1 and "was lost; now it is process 2" in said

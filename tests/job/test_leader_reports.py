@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -13,6 +11,7 @@ from helixrt.errors import Retryable
 from helixrt.job.leader_reports import Finished, MetricsSender, lines_of, metrics_key
 from helixrt.job.metrics import Notice, ValidationMetrics, read_metrics_line
 from helixrt.replica.store import MemoryRunStore
+from tests.waiting import until
 
 
 class MoodyStore(MemoryRunStore):
@@ -32,13 +31,6 @@ class MoodyStore(MemoryRunStore):
             self.mute = False
             raise Retryable("no answer")
         return stands
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +102,6 @@ def test_a_store_that_stays_away_does_not_keep_the_rank(monkeypatch: pytest.Monk
     sender = MetricsSender(store, 1, 0)
     sender.say("something")
     sender.close()
-    assert not [t for t in threading.enumerate() if t.name == "helixrt-metrics"]
     assert lines_in(store) == []
 
 

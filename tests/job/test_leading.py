@@ -21,7 +21,7 @@ from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
 from tests.job.test_controller import World
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def leading_of(store: RunStore, replica: int = 0, incarnation: int = 0, launcher: str = "local") -> Leading:

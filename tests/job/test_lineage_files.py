@@ -18,6 +18,7 @@ from helixrt.job import lineage_files
 from helixrt.job.lineage_files import LineageWriter, read_lineage, read_log, write_durably
 from helixrt.protocol.step.lineage import CommitRecord
 from tests.job.chains import chain_of
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -60,9 +61,7 @@ def test_a_record_is_written_when_its_time_is_over_though_nobody_asks(tmp_path: 
     writer = LineageWriter(tmp_path, gather_s=0.01)
     for index, entry in enumerate(entries):
         writer.append(index, entry)
-        deadline = time.monotonic() + 20
-        while len(read_lineage(tmp_path)) <= index and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: len(read_lineage(tmp_path)) > index)  # noqa: B023
         assert read_lineage(tmp_path) == entries[: index + 1]
     writer.close()
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from helixrt.replica.contracts import Coordinate, RankExit, RankSpec
 from helixrt.replica.orphan import command
 from helixrt.replica.rank_log import describe_code, last_error, log_name
 from helixrt.replica.work_page import NOT_WORKING
+from tests.leaks import parent_of
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0  # only what hangs takes so long, also on a machine that has no time for this process
@@ -113,16 +116,6 @@ def spec(replica: int, pp: int = 0, incarnation: int = 0, **config: object) -> R
     return RankSpec("run", Coordinate(replica, pp), incarnation, "s", "l", "out", "x", 0.0, dict(config))
 
 
-def until(condition: Callable[[], object], what: str, deadline_s: float = PATIENCE_S) -> object:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen in {deadline_s} s")
-
-
 def exists(pid: int) -> bool:
     """Whether the process runs (a zombie that nobody has waited for does not)."""
     try:
@@ -132,25 +125,14 @@ def exists(pid: int) -> bool:
         return False
 
 
-def children() -> dict[int, str]:
-    """The state of each child of this process; "Z": it has ended, and nobody has waited for it."""
-    found = {}
+def children() -> set[int]:
+    """Those of this process, also those that have ended and that nobody has waited for."""
+    found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            number, _, rest = stat.read_text().partition(" ")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        state, parent = rest.rpartition(") ")[2].split()[:2]
-        if int(parent) == os.getpid():
-            found[int(number)] = state
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if parent_of(int(stat.parent.name)) == os.getpid():
+                found.add(int(stat.parent.name))
     return found
-
-
-@pytest.fixture
-def zombies() -> Callable[[], list[int]]:
-    """Children of this process that have ended and that nobody has waited for, without those of earlier tests."""
-    before = children()
-    return lambda: [number for number, state in children().items() if state == "Z" and number not in before]
 
 
 @pytest.fixture(scope="module")
@@ -476,7 +458,7 @@ def test_two_runs_of_a_process_have_one_forerunner(launchers: Launchers, caplog:
 
 
 def test_ranks_outlive_the_forerunner_and_later_ones_start_without_it(
-    launchers: Launchers, caplog: pytest.LogCaptureFixture, tmp_path: Path, zombies: Callable[[], list[int]]
+    launchers: Launchers, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     gate.touch()
@@ -501,7 +483,6 @@ def test_ranks_outlive_the_forerunner_and_later_ones_start_without_it(
     assert exists(pid)
     launcher.kill(0)
     assert polled(launcher, 1)[0].code == -signal.SIGKILL
-    assert zombies() == []
 
 
 def slowly(monkeypatch: pytest.MonkeyPatch, do: Callable[[], object]) -> None:
@@ -520,7 +501,7 @@ def child_of_rank(log: Path) -> int:
 
 
 def test_a_driver_that_is_slow_adopts_nothing_that_a_rank_has_left(
-    launchers: Launchers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zombies: Callable[[], list[int]]
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launcher = launchers("warm")
     slowly(monkeypatch, lambda: time.sleep(1.0))  # if it had the time, the rank would end in it
@@ -528,11 +509,11 @@ def test_a_driver_that_is_slow_adopts_nothing_that_a_rank_has_left(
     child = child_of_rank(tmp_path / "logs" / "r0.pp0.inc0.log")
     polled(launcher, 1)
     until(lambda: not exists(child), "end of the rank's child")
-    assert child not in children() and zombies() == []
+    assert child not in children()
 
 
 def test_what_a_rank_leaves_while_another_one_is_forked_is_waited_for(
-    launchers: Launchers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zombies: Callable[[], list[int]]
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launcher = launchers("warm")
     launcher.start(spec(0, do="parent"))
@@ -546,7 +527,6 @@ def test_what_a_rank_leaves_while_another_one_is_forked_is_waited_for(
     launcher.start(spec(1, do="6"))
     assert sorted(ended.code for ended in polled(launcher, 2)) == [-signal.SIGKILL, 6]
     until(lambda: launcher.poll() == [] and child not in children(), "end of the rank's child")
-    assert zombies() == []
 
 
 def test_threads_that_end_by_themselves_do_not_keep_it_from_forking(
@@ -562,7 +542,6 @@ def test_a_forerunner_that_does_not_answer_is_ended(
     launchers: Launchers,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    zombies: Callable[[], list[int]],
 ) -> None:
     monkeypatch.setattr(forerunner, "_ANSWER_S", 0.2)
     launcher = launchers("warm")
@@ -571,7 +550,7 @@ def test_a_forerunner_that_does_not_answer_is_ended(
     launcher.start(spec(0, do="6"))
     assert polled(launcher, 1)[0].code == 6
     assert f"r0.pp0 (incarnation 0) {COLD}" in caplog.text and "killed by SIGKILL" in caplog.text
-    assert not exists(ahead) and zombies() == []
+    assert not exists(ahead)
 
 
 @pytest.mark.parametrize(
@@ -595,7 +574,7 @@ def test_a_forerunner_that_cannot_fork_is_not_tried_again(
 
 
 def test_a_rank_that_the_system_has_no_process_for_is_forked_later(
-    launchers: Launchers, caplog: pytest.LogCaptureFixture, zombies: Callable[[], list[int]]
+    launchers: Launchers, caplog: pytest.LogCaptureFixture
 ) -> None:
     launcher = launchers("warm", "crowded_rank")
     launcher.start(spec(0))
@@ -603,7 +582,7 @@ def test_a_rank_that_the_system_has_no_process_for_is_forked_later(
     assert launcher.poll() == [] and launcher.waiting(0), "nor for the second fork"
     (ended,) = polled(launcher, 1)
     assert (ended.code, launcher.waiting(0)) == (5, False)
-    assert COLD not in caplog.text and zombies() == []
+    assert COLD not in caplog.text
 
 
 def test_a_forerunner_refuses_ranks_that_would_inherit_something_else(launchers: Launchers, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_each_step_is_in_one_summary_and_short_steps_share_one(monkeypatch: pyte
     assert sum(times.operations["F1"].size for times in sent.times) == 12 * 8
     assert [times.step for times in sent.times] == sorted({times.step for times in sent.times})
     assert all(times.clock == "host" and times.microbatches == 8 for times in sent.times)
-    assert measuring.spent_s > 0 and "helixrt-measuring" not in {thread.name for thread in threading.enumerate()}
+    assert measuring.spent_s > 0
 
 
 def test_what_could_not_be_sent_is_dropped_and_the_next_one_comes() -> None:

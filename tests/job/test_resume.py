@@ -210,7 +210,7 @@ def test_training_goes_on_while_the_folder_of_states_does_not_answer(
     write, hangs = loader_states.write_durably, [True]
 
     def hung(path: Path, text: str) -> None:
-        assert go.wait(20.0)
+        assert go.wait(60)
         if hangs:
             raise OSError(errno.ESTALE, "stale file handle")
         write(path, text)

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from tests.job.lineage_oracle import chain, reported
 from tests.job.test_dealt_run import SCRIPT, items_entered
 from tests.job.test_resume import config_of
 from tests.job.test_run_lock import past_run
+from tests.waiting import until
 
 
 def served(root: Path) -> JobConfig:
@@ -143,9 +143,7 @@ def test_a_served_run_whose_server_was_stopped_goes_on_and_loses_nothing(tmp_pat
     first, joined = serve(), list[subprocess.Popen[bytes]]()
     try:
         joined = replicas(variables(first))
-        deadline = time.monotonic() + 200
-        while not list(tmp_path.glob("latest/checkpoints/*/complete.json")) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: list(tmp_path.glob("latest/checkpoints/*/complete.json")), "a checkpoint", 200.0)
         end(joined)
         first.send_signal(signal.SIGINT)
         first.communicate(timeout=120)

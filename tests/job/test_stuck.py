@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +18,10 @@ from helixrt.replica.progress import EXCHANGE, LEADER, LOOP, MAIN, Progress, Pro
 from helixrt.replica.run_keys import progress_key, working_key
 from helixrt.replica.store import MemoryRunStore
 from helixrt.replica.work_page import NOT_WORKING, WorkPage, WorkWord, word_if_possible
+from tests.waiting import until
 
 LIMITS = Limits(step_s=10.0, start_s=100.0, look_s=1.0)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def thread(
@@ -294,13 +294,6 @@ def test_random_ranks_are_found_exactly_when_they_stand_still(seed: int) -> None
 
 
 # ---------------------------------------------------------------- what a rank reports
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_report_survives_the_way_through_the_store() -> None:

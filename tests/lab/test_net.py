@@ -25,6 +25,7 @@ from helixrt.lab.flow import measure
 from helixrt.lab.namespaces import NetworkError, Owner
 from helixrt.lab.net import Cut, Direction, Network
 from helixrt.lab.shaping import Shape, changes, parse_rate
+from tests.waiting import until
 
 DEADLINE_S = 60.0
 ECHO = """
@@ -321,10 +322,7 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], list[str], int]]:
     process = subprocess.Popen([sys.executable, "-P", "-c", textwrap.dedent(OWNER)], stdout=subprocess.PIPE, text=True)
     try:
         *names, sleeper = line_of(process).split()
-        until = time.monotonic() + DEADLINE_S
-        while namespaces.processes(names) != [int(sleeper)]:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: namespaces.processes(names) == [int(sleeper)])
         yield process, names, int(sleeper)
     finally:
         end(process)

@@ -70,6 +70,7 @@ def train(run: str, stage: int, backend: str, dtype: str) -> dict[str, Any]:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(get_accelerator().communication_backend_name(), store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     model = Model()

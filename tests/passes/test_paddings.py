@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def gathered(rank: int, group: str, pads: bool) -> Part:
 
 
 def rank_main(rank: int, port: int, found: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     group = dist.group.WORLD

@@ -41,7 +41,9 @@ LAYERS = 3
 def _one_rank() -> Iterator[None]:
     store = dist.HashStore()
     group = dist.ProcessGroup(store, 0, 1)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, 0, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, 0, 1))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._set_group_name(NAME)
     torch._C._distributed_c10d._register_process_group(NAME, group)

@@ -30,6 +30,7 @@ from helixrt.schedule.simulate import DELEGATED, Comm, Direct
 from helixrt.transport.contract import Endpoint
 from helixrt.transport.device_lanes import Lane, Mark
 from tests.collectives.test_staging import World, WorldLane
+from tests.waiting import until
 
 LIKE = torch.empty(3, 5, dtype=torch.float64)
 DEADLINE_S = 60.0
@@ -53,10 +54,7 @@ class SimulatedDevice:
         return self._own.run(work)
 
     def synchronize(self) -> None:
-        mark, until_s = self.queue(lambda: None), time.monotonic() + DEADLINE_S
-        while not mark.passed():
-            assert time.monotonic() < until_s, "the device does not finish"
-            time.sleep(1e-4)
+        until(self.queue(lambda: None).passed, "what the device was given")
 
     def lane(self, device: torch.device) -> Lane:
         made = self.world.lane(device)
@@ -78,10 +76,7 @@ class SimulatedMark(Mark):
         return self.inner.passed()
 
     def wait(self) -> None:
-        until_s = time.monotonic() + DEADLINE_S
-        while not self.passed():
-            assert time.monotonic() < until_s, "the device does not finish"
-            time.sleep(1e-4)
+        until(self.passed, "what the device was given")
 
     def since_s(self, earlier: Mark) -> float:
         return 0.25
@@ -227,7 +222,6 @@ def test_a_device_that_fails_ends_the_waits_of_its_stage(endpoint_stages: Any) -
                 channels.close()
 
     endpoint_stages.connected(2, talk)
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("helixrt-stage")]
 
 
 def test_copies_of_a_tied_parameter_are_compared_by_the_host(endpoint_stages: Any) -> None:

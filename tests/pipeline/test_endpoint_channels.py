@@ -261,13 +261,6 @@ def test_tensors_elsewhere_are_refused(endpoint_stages: Any) -> None:
     endpoint_stages.connected(2, talk)
 
 
-def test_no_thread_outlives_its_channels(endpoint_stages: Any) -> None:
-    endpoint_stages.connected(
-        2, lambda stage, endpoints: StageChannels(endpoints, stage, 2, FlightRecord(f"pp{stage}")).close()
-    )
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("helixrt-stage")]
-
-
 def test_a_stage_that_closes_waits_for_the_arrival_of_what_it_has_sent(endpoint_stages: Any) -> None:
     """The word of an arrival would find its end closed, and the other stage, in the middle of its work, take it for lost."""
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from helixrt.train import submit
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 from helixrt.ray_cluster.head import MARK_VARIABLE, marked  # noqa: E402
 from helixrt.ray_cluster.launcher import RayLauncher  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -65,15 +66,6 @@ if sys.argv[2] == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(300)
 """
-
-
-def until(condition: Callable[[], object], what: str, deadline_s: float = 150) -> object:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen in {deadline_s} s")
 
 
 def exists(pid: int) -> bool:

@@ -154,7 +154,7 @@ def test_the_thread_that_brings_the_last_vote_appends_and_gives_out_the_update()
     leader.start()
     leader.report(0, p.RankDone(1, 0, finite=True))
     assert told == [p.Apply(record)] and leader.log.read_from(1) == [record]
-    assert several.joined.wait(20) and several.thread != threading.get_ident()
+    assert several.joined.wait(60) and several.thread != threading.get_ident()
     leader.close()
     assert not broken
 

@@ -298,7 +298,7 @@ def train(world: World, die_at: tuple[Kind, int] | None = None) -> tuple[list[Re
             living[1].start()
         time.sleep(0.01)
     for replica in living:
-        replica.thread.join(timeout=1)
+        replica.thread.join(timeout=60)
         if replica.error is not None:
             raise replica.error
         assert not replica.thread.is_alive(), f"replica {replica.replica} is {replica.leader.machine.phase}"

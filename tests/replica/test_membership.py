@@ -28,6 +28,7 @@ from helixrt.replica.store import TcpRunStore, host_store
 from helixrt.replica.store_membership import StoreMembership
 from helixrt.timeouts import Timeouts, derive
 from helixrt.transport.monitor.client import unsupported as monitor_unsupported
+from tests.waiting import until
 
 TIMEOUTS = dataclasses.replace(derive(5), heartbeat_period_s=0.1, heartbeat_s=1.0, exchange_s=5, join_s=20, start_s=30)
 DEADLINE_S = 60.0
@@ -425,10 +426,7 @@ def silence_s(world: World) -> float:
 
 
 def until_withdrawn(world: World, withdrawn: bool) -> None:
-    limit = time.monotonic() + DEADLINE_S
-    while (silence_s(world) > TIMEOUTS.heartbeat_limit_s) != withdrawn:
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    until(lambda: (silence_s(world) > TIMEOUTS.heartbeat_limit_s) == withdrawn)
 
 
 @dataclass(frozen=True)

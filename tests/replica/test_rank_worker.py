@@ -27,6 +27,7 @@ from helixrt.replica.runlog import RunLog
 from helixrt.replica.state_shards import shards_of
 from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
+from tests.waiting import until
 
 DEADLINE_S = 60.0
 ROOT = genesis("run", 2)
@@ -140,13 +141,6 @@ class OneRank:
         self.worker.dispatch(Exit())
         self.thread.join(DEADLINE_S)
         assert not self.thread.is_alive()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

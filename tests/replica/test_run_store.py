@@ -189,5 +189,5 @@ def test_the_store_listens_on_loopback_alone() -> None:
     host, port = address.rsplit(":", 1)
     assert host == "127.0.0.1" and int(port) == server.port
     with socket.socket() as other:  # any other loopback address would reach a socket bound to all
-        other.settimeout(5)
+        other.settimeout(60)
         assert other.connect_ex(("127.0.0.2", int(port))) != 0

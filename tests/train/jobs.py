@@ -90,7 +90,7 @@ class Job:
 
     def nothing_is_left(self) -> None:
         """The kernel ends the ranks of a driver that was killed; that takes it a moment."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert left == [], f"still there: {[commands(pid) for pid in left]}"

@@ -7,14 +7,14 @@ import itertools
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from helixrt.timeouts import derive
-from tests.train.jobs import DEADLINE_S, Job, assert_consistent, finish
+from tests.train.jobs import Job, assert_consistent, finish
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,13 +29,6 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made = Job(tmp_path, f"steps={STEPS}", "step_timeout_s=30", "transport.kind=tcp", "checkpoint.every=250")
     yield made
     made.end()
-
-
-def until(what: Callable[[], bool]) -> None:
-    limit = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < limit
-        time.sleep(0.1)
 
 
 def pid_of(job: Job, rank: str) -> int:

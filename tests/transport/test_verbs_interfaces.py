@@ -189,6 +189,9 @@ class FakeNic:
         self.active = True
         self._kinds: list[int] = []
 
+    def __del__(self) -> None:
+        os.close(self.events)
+
     def happens(self, kind: int) -> None:
         self._kinds.append(kind)
         os.eventfd_write(self.events, 1)
