@@ -340,6 +340,7 @@ def test_killed_while_writing_leaves_a_half_written_one_that_is_not_used(tmp_pat
         raise Killed
 
     replica.records[1].attach(kill)
+    replica.savers[0]._write_s = 0.5  # it waits for the other one in vain
     hook, threading.excepthook = threading.excepthook, lambda args: None
     try:
         replica.save(record_of(4))
@@ -347,6 +348,7 @@ def test_killed_while_writing_leaves_a_half_written_one_that_is_not_used(tmp_pat
         replica.savers[1]._thread.join(60)
     finally:
         threading.excepthook = hook
+    replica.savers[0].wait(60)
     assert len(seen) == 1 and len(seen[0]) == 1, "some bytes were there, the metadata was not"
     found = newest_complete(tmp_path)
     assert found is not None and found.record.step == 2
