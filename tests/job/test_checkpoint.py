@@ -35,6 +35,7 @@ from helixrt.record import FlightRecord, Kind
 from helixrt.replica.contracts import RunStore, State
 from tests.job.chains import chain_of
 from tests.job.object_store import ObjectStore
+from tests.waiting import until
 
 
 class MemoryStore(RunStore):
@@ -343,8 +344,7 @@ def test_killed_while_writing_leaves_a_half_written_one_that_is_not_used(tmp_pat
     hook, threading.excepthook = threading.excepthook, lambda args: None
     try:
         replica.save(record_of(4))
-        assert replica.savers[1]._thread is not None
-        replica.savers[1]._thread.join(60)
+        until(lambda: seen)
     finally:
         threading.excepthook = hook
     assert len(seen) == 1 and len(seen[0]) == 1, "some bytes were there, the metadata was not"
