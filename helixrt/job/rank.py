@@ -47,6 +47,7 @@ from helixrt.record import Kind
 from helixrt.replica.commands import Broken, RankReport, Save
 from helixrt.replica.contracts import Engine, RankSpec
 from helixrt.replica.layout_book import LayoutBook
+from helixrt.replica.native_stacks_private import tell_native_stacks
 from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.telling import flush_all, tell, tell_native_ends, tell_traceback
@@ -95,6 +96,7 @@ class RankRuntime:
     def __enter__(self) -> RankRuntime:
         torch.set_num_threads(self.context.config.threads)
         keep_freed_memory()
+        tell_native_stacks()
         tell_native_ends()
         self._term.__enter__()
         return self

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from helixrt.replica.contracts import Coordinate
 
-_TAIL_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 18  # native stacks of all threads fit into it
 _NATIVE_END = "Fatal Python error:"  # of Python's faulthandler
 _NATIVE_FRAMES = 40  # of the innermost calls, which such a stack begins with
+_NATIVE_STACK = re.compile(r"^SIG[A-Z]+\(\d+\), PID: \d+, Thread \d+:")  # of torch, one for each thread
+_NATIVE_HANDLER = "FatalSignalHandler::fatalSignalHandler("  # in the stack of the thread that came to the signal
 _ERROR_LINE = re.compile(rf"^(?:[\w.]*(?:Error|Exception|Fatal|Retryable|MissingExtra|Interrupt|Exit)\b|{_NATIVE_END})")
 
 
@@ -79,7 +81,7 @@ def _tail(log: Path) -> list[str]:
 
 def _native_end(lines: Sequence[str], traceback: int | None) -> list[str]:
     """The last end in native code, and the innermost calls of the thread that came to it; all stacks if that is no thread of
-    Python's.
+    Python's. With its native stack, if there is one.
     Nothing if there was none after the last traceback, which begins in line `traceback`."""
     begin = max((i for i, line in enumerate(lines) if line.startswith(_NATIVE_END)), default=-1)
     if begin < (0 if traceback is None else traceback):
@@ -88,7 +90,19 @@ def _native_end(lines: Sequence[str], traceback: int | None) -> list[str]:
     if found is None:
         return list(lines[begin:])
     end = next((i for i, line in enumerate(lines[found:], found) if not line.strip()), len(lines))
-    return [lines[begin], *lines[found : min(end, found + 1 + _NATIVE_FRAMES)]]
+    return [lines[begin], *lines[found : min(end, found + 1 + _NATIVE_FRAMES)], *_native_stack(lines[end:])]
+
+
+def _native_stack(lines: Sequence[str]) -> Sequence[str]:
+    """That of the thread that came to the signal, cut at its outer end; nothing without one."""
+    begin = 0
+    for i, line in enumerate(lines):
+        if _NATIVE_STACK.match(line):
+            begin = i
+        elif _NATIVE_HANDLER in line and _NATIVE_STACK.match(lines[begin]):
+            end = next((j for j in range(i, len(lines)) if not lines[j].strip()), len(lines))
+            return lines[begin : min(end, i + 1 + _NATIVE_FRAMES)]
+    return ()
 
 
 def _last_traceback(lines: Sequence[str]) -> int | None:

@@ -397,6 +397,7 @@ def test_variables_of_the_program_reach_the_keeper_and_the_ranks_on_ray(
     travels = {
         "HELIXRT_LOG": "INFO",
         "HELIXRT_HUGE_PAGES": "1",
+        "HELIXRT_NATIVE_STACKS": "1",
         "NCCL_DEBUG": "WARN",
         "GLOO_SOCKET_IFNAME": "eth7",
         "TORCH_DISTRIBUTED_DEBUG": "INFO",

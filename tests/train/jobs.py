@@ -68,7 +68,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1", "HELIXRT_NATIVE_STACKS": "1"},
         )
 
     def run(self, *overrides: str, deadline_s: float = DEADLINE_S) -> Ended:
