@@ -215,9 +215,9 @@ def look_at_private_names() -> Finding:
     """What of helixrt does not work, or works otherwise, because this torch has other private names."""
     lost = lacking_of("torch")
     if not lost:
-        return Finding("torch's private names", State.ON, "all that helixrt uses")
+        return Finding("torch names", State.ON, "has all private ones that helixrt uses")
     detail = "; ".join(f"{why}, lost: {what}" for what, why in lost.items())
-    return Finding("torch's private names", State.WARN, detail, f"tested: torch {', '.join(TESTED['torch'])}")
+    return Finding("torch names", State.WARN, detail, f"tested: torch {', '.join(TESTED['torch'])}")
 
 
 def look_at_ports() -> Finding:
