@@ -35,10 +35,11 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PrivatePart:
     """`needs`: MODULE:NAME or MODULE:NAME(ARGUMENTS), where NAME may have dots and an argument is a keyword, or `_` by
-    position. `lost`: what is missing without them."""
+    position. `lost`: what is missing without them. `gpu`: builds of torch for the processor alone do not have them."""
 
     lost: str
     needs: tuple[str, ...]
+    gpu: bool = False
 
 
 _C10D = "torch.distributed.distributed_c10d:"
@@ -99,7 +100,11 @@ STRIDED_SHARDS = PrivatePart(
     "dp_shard together with tp, and weights that pack several matrices with tp",
     ("torch.distributed.tensor.placement_types:_StridedShard(_, split_factor)",),
 )
-PINNED_CACHE = PrivatePart("release of unused pinned memory to the system", ("torch:_C._host_emptyCache",))
+PINNED_CACHE = PrivatePart("release of unused pinned memory to the system", ("torch:_C._host_emptyCache",), gpu=True)
+NATIVE_STACKS = PrivatePart(
+    "native stacks of a rank that ends in native code, which HELIXRT_NATIVE_STACKS=1 asks for",
+    ("torch:_C._set_print_stack_traces_on_fatal_signal",),
+)
 STORED_PLACES = PrivatePart(
     "checkpoints in the format of torch.distributed.checkpoint",
     (
@@ -210,7 +215,15 @@ def lacking(part: PrivatePart) -> str:
 
 def lacking_of(package: str) -> dict[str, str]:
     """What is lost with the installed version of a package, and why."""
-    return {part.lost: why for part in parts().values() if package_of(part) == package and (why := lacking(part))}
+    return {part.lost: why for part in parts_here() if package_of(part) == package and (why := lacking(part))}
+
+
+def parts_here() -> list[PrivatePart]:
+    """Those that the installed build of torch should have."""
+    import torch
+
+    gpu = torch.version.cuda is not None or torch.version.hip is not None
+    return [part for part in parts().values() if gpu or not part.gpu]
 
 
 def usable(part: PrivatePart) -> bool:

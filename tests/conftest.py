@@ -11,6 +11,7 @@ import queue
 import secrets
 import shlex
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -188,6 +189,15 @@ def _spawned_processes_find_test_modules() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing.spawn, "get_preparation_data", with_checkout)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _engines_are_closed() -> Iterator[None]:
+    """Parameters hold an engine that is not closed, in a cycle through native code."""
+    yield
+    world = sys.modules.get("tests.job.session_world")
+    while world is not None and world.OPENED:
+        world.OPENED.pop().close()
 
 
 @functools.cache

@@ -42,8 +42,6 @@ MARK = "HELIXRT_TESTS_OF"  # in the environment of all that this process starts
 ON_DEMAND = frozenset({"ask_ranks", "ray_head", "replica"})
 # Tests that still leave something, and what: each is a fault to be mended, not a rule. By the start of their node ids.
 STILL_LEAVE = {
-    "tests/job/test_captured": "a session over Gloo that has trained is in a cycle through native code, which nothing collects",
-    "tests/engines/test_engine_contract.py": "the Gloo group of an engine with stages; not looked into",
     "tests/job/test_checkpoint.py::test_killed_while_writing": "both savers' threads; not looked into",
 }
 # Native threads that torch starts once per process and never ends, by the start of their names.
@@ -238,6 +236,7 @@ class LeakCheck:
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 1.0)
                 if wait_s > 0.03:  # a thread that has just been joined ends sooner
+                    drop_cached_groups()
                     gc.collect()
         return now, left
 
@@ -252,6 +251,12 @@ class LeakCheck:
                 if any(os.readlink(one.path) == path for one in os.scandir(f"/proc/{pid}/fd")):
                     return True
         return False
+
+
+def drop_cached_groups() -> None:
+    """torch caches how operators share DTensors out, with their device meshes and so with process groups."""
+    if "torch.distributed.tensor" in sys.modules:
+        getattr(sys.modules["torch"]._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def described(left: Resource) -> str:

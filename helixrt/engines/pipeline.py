@@ -392,6 +392,7 @@ class PipelineEngine(BatchEngine):
     def close(self) -> None:
         self._guard.close()
         self._sums.close()
+        self._buckets.close()  # the parameters' hooks hold this engine, in a cycle through native code
         if self._sharded is not None:
             self._sharded.close()
         for channel in self._channels.values():

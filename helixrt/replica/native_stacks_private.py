@@ -14,6 +14,8 @@ import os
 import signal
 import threading
 
+from helixrt.private_api import NATIVE_STACKS, usable
+
 VARIABLE = "HELIXRT_NATIVE_STACKS"  # "1": write native stacks
 
 
@@ -23,9 +25,8 @@ def tell_native_stacks() -> None:
     nothing."""
     if os.environ.get(VARIABLE) != "1" or threading.current_thread() is not threading.main_thread():
         return
-    import torch
+    if usable(NATIVE_STACKS):
+        import torch
 
-    install = getattr(torch._C, "_set_print_stack_traces_on_fatal_signal", None)
-    if install is not None:  # torch has it on Linux alone
-        install(True)
+        torch._C._set_print_stack_traces_on_fatal_signal(True)
         signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))  # torch takes Ctrl-C for a fatal signal as well

@@ -26,6 +26,8 @@ from helixrt.replica.contracts import WorkResult
 from helixrt.replica.rank import Done, WorkOrder
 from helixrt.replica.store import MemoryRunStore
 
+OPENED: list[ModuleEngine] = []  # of the present test's sessions; conftest.py closes them, as a rank does
+
 
 class CommittingWorker:
     """Drops the steps whose serial numbers are in `dropped`; `positions` are those that were ordered."""
@@ -90,6 +92,7 @@ class LocalHost:
         raise NotImplementedError("a replica of one rank has nothing to connect")
 
     def open(self, engine: ModuleEngine, plan: Plan) -> Worker:
+        OPENED.append(engine)
         LayoutAgreement(self.store, 0, engine).initial()
         self.worker = CommittingWorker(engine, plan, self.dropped, self.applied)
         return self.worker
