@@ -88,6 +88,7 @@ class LocalHost:
     @property
     def folder(self) -> Path | None:
         return None
+
     def connect(self, device: torch.device) -> ReplicaMesh:
         raise NotImplementedError("a replica of one rank has nothing to connect")
 
@@ -131,6 +132,8 @@ def batches(count: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def summed(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return mse_loss(model(x), y, reduction="sum")
+
+
 class DrawingLoader:
     """The same batches, read by code that draws random numbers of every kind."""
 
