@@ -40,10 +40,6 @@ MARK = "HELIXRT_TESTS_OF"  # in the environment of all that this process starts
 # Fixtures of a wider scope that start processes, or whose servers take connections, while a test runs: checked when their
 # scope ends.
 ON_DEMAND = frozenset({"ask_ranks", "ray_head", "replica"})
-# Tests that still leave something, and what: each is a fault to be mended, not a rule. By the start of their node ids.
-STILL_LEAVE = {
-    "tests/job/test_checkpoint.py::test_killed_while_writing": "both savers' threads; not looked into",
-}
 # Native threads that torch starts once per process and never ends, by the start of their names.
 POOLS = {"pt_autograd_": "one thread per device runs the backward pass"}
 
@@ -207,8 +203,6 @@ class LeakCheck:
             now, left = self.now(), set()
             if not self._failed and (left := self._left(now)):
                 now, left = self._after_grace(item, left)
-            if item.nodeid.startswith(tuple(STILL_LEAVE)):
-                left, self._failed = set(), True  # known from here on
             self._known &= now
             self._known |= left if not self._failed else now
         if problems := [*(f"name look-up: {name}" for name in lookups), *map(described, sorted(left, reverse=True))]:

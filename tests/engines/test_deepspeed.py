@@ -7,6 +7,8 @@ import pytest
 
 from tests.engines import deepspeed_ranks
 
+pytestmark = pytest.mark.system  # each rank captures or builds large models
+
 pytest.importorskip("deepspeed")
 NAMES = [scenario.__name__ for scenario in deepspeed_ranks.SCENARIOS]
 SIZE = 2

@@ -10,6 +10,8 @@ import pytest
 from tests.engines import sharded_ranks
 from tests.ranks_context import wrong_by_scenario
 
+pytestmark = pytest.mark.system  # each rank captures or builds large models
+
 NAMES = [scenario.__name__ for scenario in sharded_ranks.SCENARIOS]
 
 

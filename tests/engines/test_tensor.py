@@ -16,6 +16,8 @@ from helixrt.errors import MisuseError
 from tests.engines import tensor_ranks
 from tests.ranks_context import wrong_by_scenario
 
+pytestmark = pytest.mark.system  # each rank captures or builds large models
+
 
 def found_by_ranks(sizes: dict[str, int], names: list[str], folder: Path) -> dict[str, list[str]]:
     """By scenario, what each rank found wrong."""

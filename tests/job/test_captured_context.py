@@ -26,6 +26,8 @@ from tests.job.session_world import session_with
 from tests.job.test_captured import BATCH, MICROBATCHES, STEPS, Batches, StageHost, plain, trained
 from tests.job.test_captured_ranks import SMALL, VOCABULARY, whole
 
+pytestmark = pytest.mark.system  # each rank captures or builds large models
+
 LENGTH, WINDOW = 8, 3
 LONG = SMALL | {"max_position_embeddings": LENGTH}
 

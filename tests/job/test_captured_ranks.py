@@ -23,6 +23,8 @@ from tests.job.drawn import Divided, nowhere, over_heads
 from tests.job.mesh_cells import answers_by_mesh, cells
 from tests.job.test_captured import BATCH, STEPS, WIDTH, Batches, StageHost, plain, trained, vectors
 
+pytestmark = pytest.mark.system  # each rank captures or builds large models
+
 LAYERS, LENGTH = 4, 6
 VOCABULARY = 21  # two ranks have 11 and 10 rows
 SMALL: dict[str, Any] = {

@@ -350,6 +350,7 @@ def test_killed_while_writing_leaves_a_half_written_one_that_is_not_used(tmp_pat
     assert len(seen) == 1 and len(seen[0]) == 1, "some bytes were there, the metadata was not"
     found = newest_complete(tmp_path)
     assert found is not None and found.record.step == 2
+    replica.close()
 
 
 def test_a_write_that_fails_is_told_and_the_next_ones_succeed(tmp_path: Path) -> None:

@@ -68,6 +68,16 @@ class Storage(Disk):
         ObjectStore.broken = ""
 
 
+REPLICAS: list[Replica] = []  # of the present test
+
+
+@pytest.fixture(autouse=True)
+def _savers_are_closed() -> Iterator[None]:
+    yield
+    while REPLICAS:
+        REPLICAS.pop().saver.close()
+
+
 class Replica:
     """A replica of one stage: its checkpointer and its leader's orders, which are carried out when the test says so."""
 
@@ -76,6 +86,7 @@ class Replica:
         self.said: list[str] = []
         record = FlightRecord(f"r{number}")
         self.saver = Checkpointer(disk.folder, 0, {"pp": 1}, store, record, every, 3, last_step, life=f"{number}/0")
+        REPLICAS.append(self)
         self.saver.trouble = StorageTrouble("checkpoint", record, self.said.append, lambda: self.now)
         self.orders = CheckpointOrders(
             number, disk.folder, every, 60.0, last_step, store, self.saver, None, self.told.append, lambda: self.now
