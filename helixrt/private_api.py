@@ -35,10 +35,12 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PrivatePart:
     """`needs`: MODULE:NAME or MODULE:NAME(ARGUMENTS), where NAME may have dots and an argument is a keyword, or `_` by
-    position. `lost`: what is missing without them."""
+    position. `lost`: what is missing without them. `device`: only a torch that is built for CUDA or ROCm has them.
+    """
 
     lost: str
     needs: tuple[str, ...]
+    device: bool = False
 
 
 _C10D = "torch.distributed.distributed_c10d:"
@@ -99,7 +101,7 @@ STRIDED_SHARDS = PrivatePart(
     "dp_shard together with tp, and weights that pack several matrices with tp",
     ("torch.distributed.tensor.placement_types:_StridedShard(_, split_factor)",),
 )
-PINNED_CACHE = PrivatePart("release of unused pinned memory to the system", ("torch:_C._host_emptyCache",))
+PINNED_CACHE = PrivatePart("release of unused pinned memory to the system", ("torch:_C._host_emptyCache",), device=True)
 STORED_PLACES = PrivatePart(
     "checkpoints in the format of torch.distributed.checkpoint",
     (
@@ -201,11 +203,17 @@ def package_of(part: PrivatePart) -> str:
 
 @functools.cache
 def lacking(part: PrivatePart) -> str:
-    """The first need that the installed packages do not meet, with the version; empty when all are met. Checked once."""
-    for need in part.needs:
-        if why := _unmet(need):
-            return why
-    return ""
+    """The first need that the installed packages do not meet; empty when all are met, or none applies. Checked once."""
+    if part.device and not built_for_device():
+        return ""
+    return next((why for need in part.needs if (why := _unmet(need))), "")
+
+
+def built_for_device() -> bool:
+    """Whether torch is built for CUDA or ROCm."""
+    import torch
+
+    return bool(torch.version.cuda or torch.version.hip)
 
 
 def lacking_of(package: str) -> dict[str, str]:
