@@ -97,6 +97,13 @@ FSDP_BACKWARD = PrivatePart(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward",
     ),
 )
+DDP_HALVES = PrivatePart(
+    "train_step of a model that DistributedDataParallel wraps",
+    (
+        "torch.nn.parallel:DistributedDataParallel._pre_forward(_)",
+        "torch.nn.parallel:DistributedDataParallel._post_forward(_, _)",
+    ),
+)
 STRIDED_SHARDS = PrivatePart(
     "dp_shard together with tp, and weights that pack several matrices with tp",
     ("torch.distributed.tensor.placement_types:_StridedShard(_, split_factor)",),

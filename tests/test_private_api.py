@@ -27,6 +27,7 @@ from helixrt.job.stored_path import StoredPath
 from helixrt.parallel import flash_private, ring_shift_private
 from helixrt.passes import aot_private, group_private, inductor_private, triton_private
 from helixrt.pipeline import pinned_private
+from helixrt.pipeline.data_parallel import DataParallel
 from helixrt.private_api import PrivatePart, package_of, parts
 from helixrt.ray_cluster import placement_private
 from helixrt.replica import lighthouse_beats_private
@@ -164,6 +165,7 @@ REQUIRED: dict[str, Callable[[Path], object]] = {
     "STORAGE_FILES": lambda tmp: dcp_private.write_data(StoredPath("memory://private"), []),
     "CAPTURE": lambda tmp: aot_private.trace_joint(nn.Linear(1, 1), (torch.ones(1, 1),), nn.Linear(1, 1)),
     "FAKE_TENSORS": lambda tmp: fake_tensors_private.FakeWorld(torch.device("cpu")),
+    "DDP_HALVES": lambda tmp: DataParallel(object.__new__(nn.parallel.DistributedDataParallel), nn.Linear(1, 1)).begin(Any),
     "FAKE_WORLD": lambda tmp: fake_world_private.fake_world(2).__enter__(),
     "DYNAMO_BACKEND": lambda tmp: dynamo.backend(torch.fx.symbolic_trace(nn.Linear(1, 1)), []),
     "INDUCTOR": lambda tmp: inductor_private.compiled(torch.fx.symbolic_trace(nn.Linear(1, 1)), []),
