@@ -35,11 +35,12 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PrivatePart:
     """`needs`: MODULE:NAME or MODULE:NAME(ARGUMENTS), where NAME may have dots and an argument is a keyword, or `_` by
-    position. `lost`: what is missing without them. `gpu`: builds of torch for the processor alone do not have them."""
+    position. `lost`: what is missing without them. `device`: only a torch that is built for CUDA or ROCm has them.
+    """
 
     lost: str
     needs: tuple[str, ...]
-    gpu: bool = False
+    device: bool = False
 
 
 _C10D = "torch.distributed.distributed_c10d:"
@@ -96,11 +97,18 @@ FSDP_BACKWARD = PrivatePart(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward",
     ),
 )
+DDP_HALVES = PrivatePart(
+    "train_step of a model that DistributedDataParallel wraps",
+    (
+        "torch.nn.parallel:DistributedDataParallel._pre_forward(_)",
+        "torch.nn.parallel:DistributedDataParallel._post_forward(_, _)",
+    ),
+)
 STRIDED_SHARDS = PrivatePart(
     "dp_shard together with tp, and weights that pack several matrices with tp",
     ("torch.distributed.tensor.placement_types:_StridedShard(_, split_factor)",),
 )
-PINNED_CACHE = PrivatePart("release of unused pinned memory to the system", ("torch:_C._host_emptyCache",), gpu=True)
+PINNED_CACHE = PrivatePart("release of unused pinned memory to the system", ("torch:_C._host_emptyCache",), device=True)
 NATIVE_STACKS = PrivatePart(
     "native stacks of a rank that ends in native code, which HELIXRT_NATIVE_STACKS=1 asks for",
     ("torch:_C._set_print_stack_traces_on_fatal_signal",),
@@ -206,24 +214,22 @@ def package_of(part: PrivatePart) -> str:
 
 @functools.cache
 def lacking(part: PrivatePart) -> str:
-    """The first need that the installed packages do not meet, with the version; empty when all are met. Checked once."""
-    for need in part.needs:
-        if why := _unmet(need):
-            return why
-    return ""
+    """The first need that the installed packages do not meet; empty when all are met, or none applies. Checked once."""
+    if part.device and not built_for_device():
+        return ""
+    return next((why for need in part.needs if (why := _unmet(need))), "")
+
+
+def built_for_device() -> bool:
+    """Whether torch is built for CUDA or ROCm."""
+    import torch
+
+    return bool(torch.version.cuda or torch.version.hip)
 
 
 def lacking_of(package: str) -> dict[str, str]:
     """What is lost with the installed version of a package, and why."""
-    return {part.lost: why for part in parts_here() if package_of(part) == package and (why := lacking(part))}
-
-
-def parts_here() -> list[PrivatePart]:
-    """Those that the installed build of torch should have."""
-    import torch
-
-    gpu = torch.version.cuda is not None or torch.version.hip is not None
-    return [part for part in parts().values() if gpu or not part.gpu]
+    return {part.lost: why for part in parts().values() if package_of(part) == package and (why := lacking(part))}
 
 
 def usable(part: PrivatePart) -> bool:

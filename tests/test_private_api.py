@@ -27,6 +27,7 @@ from helixrt.job.stored_path import StoredPath
 from helixrt.parallel import flash_private, ring_shift_private
 from helixrt.passes import aot_private, group_private, inductor_private, triton_private
 from helixrt.pipeline import pinned_private
+from helixrt.pipeline.data_parallel import DataParallel
 from helixrt.private_api import PrivatePart, package_of, parts
 from helixrt.ray_cluster import placement_private
 from helixrt.replica import lighthouse_beats_private, native_stacks_private
@@ -170,6 +171,7 @@ REQUIRED: dict[str, Callable[[Path], object]] = {
     "STORAGE_FILES": lambda tmp: dcp_private.write_data(StoredPath("memory://private"), []),
     "CAPTURE": lambda tmp: aot_private.trace_joint(nn.Linear(1, 1), (torch.ones(1, 1),), nn.Linear(1, 1)),
     "FAKE_TENSORS": lambda tmp: fake_tensors_private.FakeWorld(torch.device("cpu")),
+    "DDP_HALVES": lambda tmp: DataParallel(object.__new__(nn.parallel.DistributedDataParallel), nn.Linear(1, 1)).begin(Any),
     "FAKE_WORLD": lambda tmp: fake_world_private.fake_world(2).__enter__(),
     "DYNAMO_BACKEND": lambda tmp: dynamo.backend(torch.fx.symbolic_trace(nn.Linear(1, 1)), []),
     "INDUCTOR": lambda tmp: inductor_private.compiled(torch.fx.symbolic_trace(nn.Linear(1, 1)), []),
@@ -203,6 +205,8 @@ def test_the_packages_own_behaviour_is_used_and_one_line_says_what_is_lost(
     name: str, one_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     part = parts()[name]
+    if part.device and not private_api.built_for_device():
+        pytest.skip("torch is built without CUDA and ROCm")
     lose(part, monkeypatch)
     REPLACED[name](one_rank, monkeypatch)
     (line,) = [record.getMessage() for record in caplog.records if record.name == private_api.__name__]
@@ -227,8 +231,8 @@ def test_what_cannot_be_replaced_is_told_in_one_line(name: str, monkeypatch: pyt
 @pytest.mark.parametrize("name", parts())
 def test_this_version_has_every_name_and_a_missing_one_is_found(name: str) -> None:
     part = parts()[name]
-    if part not in private_api.parts_here():
-        pytest.skip("this torch is built for the processor alone")
+    if part.device and not private_api.built_for_device():
+        pytest.skip("torch is built without CUDA and ROCm")
     for need in part.needs:
         pytest.importorskip(need.partition(":")[0].partition(".")[0])
         assert private_api._unmet(need) == ""

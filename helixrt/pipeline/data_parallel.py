@@ -9,7 +9,7 @@ A module that was compiled before it was wrapped is stepped as `wrapped.module.t
 DistributedDataParallel around it. One that wraps more than the module, or another part of it, waits for gradients that
 this step does not make, so it is refused.
 
-`_pre_forward` and `_post_forward` are torch's private halves of its forward (2.0 to 2.13): they tell the exchange that
+`_pre_forward` and `_post_forward` are torch's private halves of its forward (2.0 to 2.15): they tell the exchange that
 a backward is coming. This is the one file that uses them.
 """
 
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helixrt.errors import ConfigError
 from helixrt.pipeline.gradients import ParameterGradients, accumulator_held
+from helixrt.private_api import DDP_HALVES, require
 
 
 class Exchanging:
@@ -51,9 +52,11 @@ class DataParallel:
     module: nn.Module
 
     def begin(self, gradients: ParameterGradients) -> Exchanging | None:
-        """Begin a step; gives what takes the last micro-batch's gradients, None when ranks do not exchange any."""
+        """Begin a step; gives what takes the last micro-batch's gradients, None when ranks do not exchange any. Raises
+        ConfigError where DistributedDataParallel has no such halves."""
         if not isinstance(self.model, DistributedDataParallel):
             return None
+        require(DDP_HALVES)
         with torch.enable_grad():
             self.model._pre_forward()
             if self.model.require_backward_grad_sync:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from helixrt.private_api import PINNED_CACHE, usable
+from helixrt.private_api import PINNED_CACHE, built_for_device, usable
 
 
 def pinned_bytes(size: int) -> int:
@@ -24,5 +24,5 @@ def pinned(size: int) -> torch.Tensor:
 
 def release_unused() -> None:
     """Give the memory of buffers that are gone back to the system, where torch can. May wait for the device."""
-    if usable(PINNED_CACHE):
+    if built_for_device() and usable(PINNED_CACHE):
         torch._C._host_emptyCache()
