@@ -276,11 +276,13 @@ def is_looked_up(host: object) -> bool:
     name = host.decode() if isinstance(host, bytes) else host
     if name in (None, "", "localhost", "<broadcast>"):
         return False
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(str(name).partition("%")[0])
-    except ValueError:
-        return True
-    return False
+        return False
+    with suppress(OSError):  # other ways to write an address, such as 0x7f000001
+        socket.inet_aton(str(name))
+        return False
+    return True
 
 
 def forbid_lookups(lookups: list[str]) -> None:

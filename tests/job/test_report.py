@@ -50,13 +50,15 @@ class FakeRun:
         self.entries = [genesis("run", 2)]
         self.history: list[LifeEvent] = []
         self.metrics: list[str] = []
+        self.sinks: list[JsonLinesSink] = []
         self.records = {(r, s): self.rank(r, s, 0) for r in (0, 1) for s in (0, 1)}
         for _ in range(2):  # told again by a second life
             self.records[0, 1].write(Kind.REACHED, peers=[1], transport="tcp", why="on another host")
 
     def rank(self, replica: int, stage: int, incarnation: int) -> FlightRecord:
         record = FlightRecord(f"r{replica}.pp{stage}", clock=self.clock)
-        record.attach(JsonLinesSink(self.folder / "flight" / f"{record.rank}.inc{incarnation}.jsonl"))
+        self.sinks.append(JsonLinesSink(self.folder / "flight" / f"{record.rank}.inc{incarnation}.jsonl"))
+        record.attach(self.sinks[-1])
         record.write(Kind.RANK_START, pid=1, incarnation=incarnation)
         return record
 
@@ -132,6 +134,8 @@ class FakeRun:
                 self.records.update({(1, s): self.rank(1, s, 1) for s in (0, 1)})
         (self.folder / "metrics.jsonl").write_text("\n".join(self.metrics) + "\n")
         head = self.entries[-1]
+        for sink in self.sinks:
+            sink.close()
         return RunFacts(
             config=JobConfig(name="made-up"),
             description=Description("made up, 2 layers", "schedule 1f1b", TOKENS, CORPUS),

@@ -282,6 +282,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
     goes_on.set()
     background._thread.join(60)
     assert not background._thread.is_alive()  # what it writes to was still there
+    os.close(background._wakes)
     watch.close()
 
 
