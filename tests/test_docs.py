@@ -117,7 +117,7 @@ def test_the_slurm_script_is_shell_and_starts_the_example() -> None:
 def test_the_readme_is_short() -> None:
     assert len(README.split()) <= 900
     programs = [b for b in BLOCKS if b.page == "README.md"]
-    assert len(programs) == 6
+    assert len(programs) == 7
     for block in programs:
         assert len([line for line in block.code.splitlines() if line.strip()]) <= 10, block
 
