@@ -42,7 +42,7 @@ MARK = "HELIXRT_TESTS_OF"  # in the environment of all that this process starts
 ON_DEMAND = frozenset({"ask_ranks", "ray_head", "replica"})
 # Tests that still leave something, and what: each is a fault to be repaired, not a rule. By the start of their node ids.
 STILL_LEAVE = {
-    "tests/collectives/test_communicator.py::test_closing_while_a_callback": "descriptors of a communicator that gave up waiting",
+    "tests/collectives/test_communicator.py::test_closing_while_a_callback": "descriptors of a communicator that gave up",
     "tests/replica/test_life.py::test_whatever_dies": "the exchange thread of a rank that ends while it waits for a lost peer",
     "tests/test_dynamo_backend.py": "the Gloo group of a compiled graph with symbolic sizes",
 }
