@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from helixrt.bench import adaptation
-from helixrt.errors import ConfigError
+from tests.bench.running import run_bench
 
 ROUNDING_MS = 1.0  # of clocks
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    adaptation.add_arguments(parser)
-    return parser.parse_args(given)
 
 
 @pytest.mark.system
@@ -28,7 +21,7 @@ def test_no_step_is_faster_than_the_exact_simulation_of_what_was_asked(
     would show as a step that is too short."""
     figures = tmp_path / "adaptation.json"
     sizes, cases = ["4x4@10"], ["--factors", "0", "6", "--places", "middle", "--policies", "zb", "helix", "--steps", "1"]
-    assert adaptation.run(arguments("--sizes", *sizes, *cases, "--json", str(figures))) == 0
+    assert run_bench(adaptation, "--sizes", *sizes, *cases, "--json", str(figures)) == 0
     assert "measured / simulated" in capsys.readouterr().out
     found = json.loads(figures.read_text())
     (results,) = found["cases"].values()
@@ -38,9 +31,3 @@ def test_no_step_is_faster_than_the_exact_simulation_of_what_was_asked(
         assert one["simulated_ms"] >= one["bound_ms"] - ROUNDING_MS or one["policy"] != "helix"
     by_case = {(r["factor"], r["policy"], r["comm"]): r["simulated_ms"] for r in results}
     assert by_case[6, "zb", "direct"] > by_case[6, "zb", "delegated"] > by_case[0, "zb", "delegated"]  # what is asked differs
-
-
-@pytest.mark.parametrize("size", ["4x12", "3x12@10", "4x0@10", "4x12@0", "four"])
-def test_a_size_that_cannot_be_is_refused(size: str) -> None:
-    with pytest.raises(ConfigError, match=f"--sizes={size}: must be STAGESxMICROBATCHES@MS"):
-        adaptation.run(arguments("--sizes", size))

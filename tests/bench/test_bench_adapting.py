@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from helixrt.bench import adapting
-from helixrt.errors import ConfigError
+from tests.bench.running import run_bench
 
 ROUNDING_MS = 1.0  # of clocks
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    adapting.add_arguments(parser)
-    return parser.parse_args(given)
 
 
 @pytest.mark.system
@@ -27,7 +20,7 @@ def test_every_step_is_run_by_the_order_that_the_loop_has_then(
     for name, value in (("SLOW_FROM", 4), ("SLOW_TO", 9), ("SLOW_STEPS", 12), ("FIXED", adapting.FIXED[:1])):
         monkeypatch.setattr(adapting, name, value)
     figures = tmp_path / "adapting.json"
-    assert adapting.run(arguments("--size", "4x4@5", "--json", str(figures))) == 0
+    assert run_bench(adapting, "--size", "4x4@5", "--json", str(figures)) == 0
     assert "helix adapting" in capsys.readouterr().out
     found = json.loads(figures.read_text())
     assert found["runs"].keys() == {"1f1b direct", "helix adapting"}
@@ -43,8 +36,3 @@ def test_every_step_is_run_by_the_order_that_the_loop_has_then(
     changes = [step for step in range(1, 12) if loop["orders"][step] != loop["orders"][step - 1]]
     decided = [switch[0] + 1 for switch in loop["switches"]]  # by index: taken up two steps after the decision's
     assert changes == [step for step in decided if step < 12]
-
-
-def test_a_trace_needs_its_own_number_of_stages() -> None:
-    with pytest.raises(ConfigError, match="--size=4x12@10: must have the trace's 8 stages"):
-        adapting.run(arguments("--scenario", "table3"))

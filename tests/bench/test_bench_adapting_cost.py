@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -12,12 +11,7 @@ from helixrt.bench import adapting_cost
 from helixrt.bench.adaptation import Size
 from helixrt.bench.adapting_cost import Loop, Rehearsal
 from helixrt.errors import ConfigError
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    adapting_cost.add_arguments(parser)
-    return parser.parse_args(given)
+from tests.bench.running import run_bench
 
 
 @pytest.mark.parametrize("hosts", [False, True])
@@ -42,7 +36,7 @@ def test_the_figures_have_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(adapting_cost, "BLOCK", 1)
     figures = tmp_path / "figures.json"
     size = ("--size", "4x4@5")
-    assert adapting_cost.run(arguments(*size, "--steps", "60", "--pairs", "2", "--json", str(figures))) == 0
+    assert run_bench(adapting_cost, *size, "--steps", "60", "--pairs", "2", "--json", str(figures)) == 0
     found = json.loads(figures.read_text())
     for parts in found["parts_ms"].values():
         for side in ("leader", "follower"):
@@ -50,4 +44,4 @@ def test_the_figures_have_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert len(mine) == {"leader": 4, "follower": 3}[side] and parts[f"{side}, in all"] == pytest.approx(sum(mine))
     assert len(found["pairs"]["ratios"]) == 2
     with pytest.raises(ConfigError, match="--steps=2: must be above 2"):
-        adapting_cost.run(arguments(*size, "--steps", "2"))
+        run_bench(adapting_cost, *size, "--steps", "2")

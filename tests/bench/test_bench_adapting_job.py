@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from helixrt.bench import adapting_job
-from helixrt.errors import ConfigError
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    adapting_job.add_arguments(parser)
-    return parser.parse_args(given)
-
-
-def test_a_run_that_ends_before_the_link_is_slow_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--steps=20: must go beyond"):
-        adapting_job.run(arguments("--steps", "20"))
+from tests.bench.running import run_bench
 
 
 @pytest.mark.slow
@@ -30,7 +18,7 @@ def test_every_step_of_a_job_is_beside_its_simulation(tmp_path: Path, monkeypatc
         monkeypatch.setattr(adapting_job, name, value)
     figures = tmp_path / "figures.json"
     small = ("--size", "4x4@10", "--replicas", "1", "--steps", "12")
-    assert adapting_job.run(arguments(*small, "--folder", str(tmp_path / "runs"), "--json", str(figures))) == 0
+    assert run_bench(adapting_job, *small, "--folder", str(tmp_path / "runs"), "--json", str(figures)) == 0
     found = json.loads(figures.read_text())
     assert found["runs"].keys() == {"adapting", "zb delegated", "zb direct"}
     for name, run in found["runs"].items():

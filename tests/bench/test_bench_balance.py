@@ -1,8 +1,7 @@
-"""`helixrt bench balance`: ratios are to the best neighbour, a cut that misses is a failure, wrong settings start nothing."""
+"""`helixrt bench balance`: ratios are to the best neighbour and a cut that misses is a failure."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
@@ -11,17 +10,11 @@ from pathlib import Path
 import pytest
 
 from helixrt.bench import balance
-from helixrt.errors import ConfigError
 from helixrt.passes.units import Units
 from helixrt.pipeline import measured_units
+from tests.bench.running import run_bench
 
 SMALL = ["--layers", "4", "--dim", "128", "--vocab", "300", "--seq-len", "8", "--passes", "1", "--rounds", "2"]
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    balance.add_arguments(parser)
-    return parser.parse_args(given)
 
 
 @pytest.mark.system
@@ -32,7 +25,7 @@ def test_a_short_run_writes_its_figures(
     monkeypatch.setattr(balance, "measure_units", functools.partial(measured_units.measure_units, budget_s=1e6))
     path = tmp_path / "figures.json"
     given = [*SMALL, "--family", "llama", "--stages", "3", "--microbatches", "4", "--most", "1000", "--json", str(path)]
-    assert balance.run(arguments(*given)) == 0
+    assert run_bench(balance, *given) == 0
     written = json.loads(path.read_text())
     assert {"device", "torch"} <= written["machine"].keys() and len(written["load"]) == 3
     found = written["models"]["llama"]
@@ -53,7 +46,7 @@ def test_two_stages_train_in_two_processes(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     path = tmp_path / "figures.json"
     given = [*SMALL, "--family", "gpt2", "--stages", "2", "--microbatches", "4", "--most", "1000", "--real", "3"]
-    assert balance.run(arguments(*given, "--costs", "estimated", "--json", str(path))) == 0
+    assert run_bench(balance, *given, "--costs", "estimated", "--json", str(path)) == 0
     written = json.loads(path.read_text())
     real, spread = written["models"]["gpt2"]["real"], written["figures"]["gpt2/real_step_ms"]
     assert len(real["steps_ms"]) == 3 and min(real["steps_ms"]) <= spread["p20"] <= spread["p80"] <= max(real["steps_ms"])
@@ -81,7 +74,7 @@ def test_a_ratio_above_the_limit_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(balance, "captured", lambda shape: None)
     for choices, code in (((good,), 0), ((good, bad), 1)):
         monkeypatch.setattr(balance, "measure", lambda settings, joint, made=choices: balance.Measured(found, {}, made, {}))
-        assert balance.run(arguments(*SMALL, "--family", "gpt2", "--stages", "2")) == code
+        assert run_bench(balance, *SMALL, "--family", "gpt2", "--stages", "2") == code
 
 
 def test_the_cut_by_measured_times_decides_where_both_are_there() -> None:
@@ -89,19 +82,3 @@ def test_the_cut_by_measured_times_decides_where_both_are_there() -> None:
     measured = balance.Choice("measured", ("zb", 4), (1,), {(1,): 1.0, (2,): 2.0})
     assert balance.decisive([by_estimates, measured]) == [measured]
     assert balance.decisive([by_estimates]) == [by_estimates]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--stages", "13"], "--stages=13: must be at most --layers=12"),
-        (["--microbatches", "8", "3"], "--microbatches=3: 1f1b needs one per stage, --stages=4"),
-        (["--dim", "100"], "--dim=100: must be a multiple of 128"),
-        (["--rounds", "0"], "--rounds=0: must be at least 1"),
-        (["--real", "1"], "--real=1: must be 0, or at least 2 steps"),
-    ],
-)
-def test_wrong_settings_start_nothing(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balance, "captured", lambda shape: pytest.fail("started"))
-    with pytest.raises(ConfigError, match=message):
-        balance.run(arguments(*given))

@@ -1,23 +1,16 @@
-"""`helixrt bench capture`: runs are processes that capture and cut; slow ones are a failure, wrong settings start nothing."""
+"""`helixrt bench capture`: runs are processes that capture and cut; slow ones are a failure."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from helixrt.bench import capture
-from helixrt.errors import ConfigError
+from tests.bench.running import run_bench
 
 SMALL = ["--layers", "2", "--dim", "128", "--vocab", "300", "--seq-len", "8", "--stages", "2", "--repeats", "2"]
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    capture.add_arguments(parser)
-    return parser.parse_args(given)
 
 
 def made(cpu_s: float) -> capture.Run:
@@ -27,7 +20,7 @@ def made(cpu_s: float) -> capture.Run:
 @pytest.mark.slow
 def test_a_short_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
-    assert capture.run(arguments(*SMALL, "--family", "gpt2", "--most-s", "1000", "--json", str(path))) == 0
+    assert run_bench(capture, *SMALL, "--family", "gpt2", "--most-s", "1000", "--json", str(path)) == 0
     written = json.loads(path.read_text())
     runs, spread = written["runs"]["gpt2"], written["figures"]["gpt2/cpu_s"]
     assert len(runs) == 2 and {one["nodes"] for one in runs} == {runs[0]["nodes"]}
@@ -44,19 +37,5 @@ def test_a_short_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_capture_that_takes_too_long_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 70.0, 61.0, 1.0, 1.0, 1.0, 10.0, 70.0, 59.0])
     monkeypatch.setattr(capture, "measured", lambda shape, stages: made(next(times)))
-    assert capture.run(arguments()) == 1
-    assert capture.run(arguments("--family", "llama")) == 0
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--stages", "33"], "--stages=33: must be from 1 to --layers=32"),
-        (["--repeats", "1"], "--repeats=1: must be at least 2"),
-        (["--layers", "1"], "--layers=1: must be at least 2"),
-    ],
-)
-def test_wrong_settings_start_nothing(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "measured", lambda shape, stages: pytest.fail("started"))
-    with pytest.raises(ConfigError, match=message):
-        capture.run(arguments(*given))
+    assert run_bench(capture) == 1
+    assert run_bench(capture, "--family", "llama") == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,34 +10,14 @@ import torch
 
 from helixrt.bench import kernels
 from helixrt.errors import ConfigError
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    kernels.add_arguments(parser)
-    return parser.parse_args(given)
+from tests.bench.running import run_bench
 
 
 def test_without_a_card_there_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(kernels, "measure", lambda settings: pytest.fail("started"))
     with pytest.raises(ConfigError, match="^bench=kernels: needs a CUDA card, and PyTorch sees none here$"):
-        kernels.run(arguments())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--megabytes", "0"], "--megabytes=0: must be at least 1"),
-        (["--programs", "2", "0"], "--programs=0: must be at least 1"),
-        (["--rounds", "1"], "--rounds=1: must be at least 2"),
-        (["--launches", "0"], "--launches=0: must be at least 1"),
-    ],
-)
-def test_wrong_settings_start_nothing(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "measure", lambda settings: pytest.fail("started"))
-    with pytest.raises(ConfigError, match=message):
-        kernels.run(arguments(*given))
+        run_bench(kernels)
 
 
 def test_both_sides_do_the_same_work() -> None:
@@ -69,7 +48,7 @@ def test_rates_count_one_result_as_payload_and_every_tensor_as_traffic() -> None
 @pytest.mark.gpu
 def test_figures_of_a_card(tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
-    assert kernels.run(arguments("--rounds", "2", "--programs", "2", "8", "--json", str(path))) == 0
+    assert run_bench(kernels, "--rounds", "2", "--programs", "2", "8", "--json", str(path)) == 0
     figures = json.loads(path.read_text())
     assert figures["machine"]["device"] == torch.cuda.get_device_name() and figures["versions"]["triton"]
     assert {"payload_gb_per_s_copy_2", "payload_gb_per_s_mean_two_8", "traffic_gb_per_s_torch_copy"} <= set(figures["figures"])

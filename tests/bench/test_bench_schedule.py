@@ -1,28 +1,21 @@
-"""`helixrt bench schedule`: counts add up, gaps follow from bounds, a loss is told, wrong settings start nothing."""
+"""`helixrt bench schedule`: counts add up, gaps follow from bounds, and a loss is told."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from helixrt.bench import schedule
-from helixrt.errors import ConfigError
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    schedule.add_arguments(parser)
-    return parser.parse_args(given)
+from tests.bench.running import run_bench
 
 
 @pytest.mark.system
 def test_a_short_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools", reason="the exact optimum needs OR-tools (extra `exact`)")
     given = ["--instances", "1", "--first-seed", "13", "--exact-limit", "10", "--from-scratch", "1", "--sizes", "3x6"]
-    assert schedule.run(arguments(*given, "--json", str(tmp_path / "figures.json"))) == 0
+    assert run_bench(schedule, *given, "--json", str(tmp_path / "figures.json")) == 0
     written = json.loads((tmp_path / "figures.json").read_text())
     figures = written["random_instances"]
     assert figures["helix_optimal_by_its_own_bound"] <= figures["helix_optimal_proven"] <= figures["exact_optimal_proven"] <= 1
@@ -49,23 +42,9 @@ def test_gaps_are_to_the_best_bound_and_a_loss_is_a_failure(monkeypatch: pytest.
     assert lost.bound_ms == own.makespan_ms
     assert schedule.summary([lost])["against"]["adaptra"]["loss"] == 1
     monkeypatch.setattr(schedule, "measure", lambda seed, settings: lost)
-    assert schedule.run(arguments("--instances", "1", "--exact-limit", "0", "--sizes", "")) == 1
+    assert run_bench(schedule, "--instances", "1", "--exact-limit", "0", "--sizes", "") == 1
 
 
 def test_percentiles_are_values_of_the_sample() -> None:
     values = [5.0, 1.0, 4.0, 2.0, 3.0]
     assert [schedule.at_share(values, share) for share in (0.0, 0.2, 0.5, 0.95, 1.0)] == [1, 1, 3, 5, 5]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--instances", "0"], "--instances=0: must be at least 1"),
-        (["--exact-limit", "-1"], "--exact-limit=-1.0: must be at least 0"),
-        (["--sizes", "32x128,64"], "--sizes=64: must be STAGESxMICROBATCHES"),
-    ],
-)
-def test_wrong_settings_start_nothing(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "known_optima", lambda settings: pytest.fail("started"))
-    with pytest.raises(ConfigError, match=message):
-        schedule.run(arguments(*given))

@@ -12,6 +12,7 @@ from helixrt.bench import stragglers
 
 PAPER = {"zb": 1.41, "1f1b": 1.37}  # ADAPTRA, Table 3: how much faster it is than these
 
+
 @pytest.mark.system
 def test_the_trace_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "stragglers.json"

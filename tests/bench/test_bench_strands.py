@@ -1,8 +1,7 @@
-"""`helixrt bench strands`: all ways train alike over a rated link, figures are written, wrong settings start nothing."""
+"""`helixrt bench strands`: all ways train alike over a rated link and figures are written."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -12,12 +11,7 @@ from helixrt.bench import strands
 from helixrt.bench._strand_variants import MODELS
 from helixrt.errors import ConfigError
 from helixrt.lab import machine
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    strands.add_arguments(parser)
-    return parser.parse_args(given)
+from tests.bench.running import run_bench
 
 
 @pytest.mark.slow  # two minutes; `02_strands.ipynb` and the other tests here run its parts
@@ -26,7 +20,7 @@ def test_a_quick_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFi
     """The ranks compare losses and gradients of all ways themselves, and there are no figures when they differ."""
     path = tmp_path / "out" / "figures.json"
     trace = tmp_path / "trace.json"
-    assert strands.run(arguments("--quick", "--shares", "1", "--json", str(path), "--trace", str(trace))) == 0
+    assert run_bench(strands, "--quick", "--shares", "1", "--json", str(path), "--trace", str(trace)) == 0
     assert any("all_reduce" in str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"])
     written = json.loads(path.read_text())
     at = written["shares"][f"{strands.QUICK['shares'][0]:g}"]
@@ -48,7 +42,7 @@ def test_memory_is_counted_of_two_sizes_and_kept_beside_that_of_another_model(tm
     path.write_text(json.dumps({"memory": {}}))
     small = ["--memory", "--layers", *layers, "--dim", "64", "--seq-len", "16", "--microbatches", "2"]
     for model in models:
-        assert strands.run(arguments(*small, "--model", model, "--json", str(path))) == 0
+        assert run_bench(strands, *small, "--model", model, "--json", str(path)) == 0
     memory = json.loads(path.read_text())["memory"]
     assert memory.keys() == {*models}
     for rows in memory.values():
@@ -57,35 +51,18 @@ def test_memory_is_counted_of_two_sizes_and_kept_beside_that_of_another_model(tm
             assert 0 < row["woven_bytes"] <= (1 + 1 / int(count)) * row["single_bytes"]
 
 
-@pytest.mark.parametrize(
-    "given,message",
-    [
-        (["--microbatches", "1"], "--microbatches=1: must be at least 2"),
-        (["--rounds", "1"], "--rounds=1: must be at least 2"),
-        (["--dim", "100"], "--dim=100: must be a multiple of 64"),
-        (["--shares", "0.5", "0"], "--shares=0.0: must be above 0"),
-        (["--layers", "4", "8"], "takes several values with --memory only"),
-        (["--device", "cuda", "--model", "moe-ep"], "--model=moe-ep: must be gpt-tp with --device cuda"),
-    ],
-)
-def test_wrong_settings_start_nothing(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strands, "measure", lambda settings: pytest.fail("started"))
-    with pytest.raises(ConfigError, match=message):
-        strands.run(arguments(*given))
-
-
 def test_without_a_gpu_there_are_no_figures_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strands, "gpu_here", lambda: False)
     monkeypatch.setattr(strands, "measure", lambda settings: pytest.fail("started"))
     with pytest.raises(ConfigError, match="--device=cuda: needs a GPU"):
-        strands.run(arguments("--device", "cuda"))
+        run_bench(strands, "--device", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.netns
 def test_two_ranks_share_a_card(tmp_path: Path) -> None:
     path, trace = tmp_path / "figures.json", tmp_path / "trace.json"
-    assert strands.run(arguments("--quick", "--device", "cuda", "--json", str(path), "--trace", str(trace))) == 0
+    assert run_bench(strands, "--quick", "--device", "cuda", "--json", str(path), "--trace", str(trace)) == 0
     streams = {
         event["args"]["stream"] for event in json.loads(trace.read_text())["traceEvents"] if "stream" in event.get("args", {})
     }
@@ -95,7 +72,7 @@ def test_two_ranks_share_a_card(tmp_path: Path) -> None:
 def test_a_machine_without_namespaces_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "lacking", lambda: machine.Lack("not root", "run as root to test with rated links"))
     with pytest.raises(ConfigError, match="bench=strands: not root: run as root"):
-        strands.run(arguments("--quick"))
+        run_bench(strands, "--quick")
 
 
 def test_every_model_offered_can_be_made() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -10,16 +9,10 @@ import pytest
 
 from helixrt.bench import uneven
 from helixrt.bench._chunk_times import chunk_times
-from helixrt.errors import ConfigError
 from helixrt.train.config import ModelConfig
+from tests.bench.running import run_bench
 
 ROUNDING_MS = 1.0  # of clocks
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    uneven.add_arguments(parser)
-    return parser.parse_args(given)
 
 
 @pytest.mark.system
@@ -37,8 +30,7 @@ def test_a_large_vocabulary_makes_the_last_stage_the_longest() -> None:
 def test_orders_are_run_for_the_measured_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "uneven.json"
     tiny = ("--dim", "64", "--vocab", "500", "--layers", "4", "--seq-len", "8", "--microbatches", "4", "--samples", "1")
-    asked = arguments(*tiny, "--placements", "linear", "--steps", "1", "--scale", "2", "--json", str(figures))
-    assert uneven.run(asked) == 0
+    assert run_bench(uneven, *tiny, "--placements", "linear", "--steps", "1", "--scale", "2", "--json", str(figures)) == 0
     assert "linear" in capsys.readouterr().out
     found = json.loads(figures.read_text())
     assert [len(values) for values in found["measured_ms"]["linear"].values()] == [4, 4, 4]
@@ -49,19 +41,3 @@ def test_orders_are_run_for_the_measured_times(tmp_path: Path, capsys: pytest.Ca
         assert min(case["predicted"].values()) >= 1 - 1e-9 and case["saved_per_ms"] > 0
         for name, simulated_ms in case["simulated_ms"].items():
             assert case["bound_ms"] <= simulated_ms * (1 + 1e-9) <= case["measured_ms"][name] + ROUNDING_MS
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (("--layers", "4"), "--layers=4: must be at least one per chunk, 8"),
-        (("--dim", "100"), "--dim=100: must be a multiple of 64"),
-        (("--microbatches", "6"), "--microbatches=6: must be a multiple of 4"),
-        (("--scale", "0"), "--scale=0.0: must be above 0"),
-        (("--steps", "0"), "--steps=0: must be at least 1"),
-        (("--vocab", "0"), "model.vocab=0: must be at least 1"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_before_anything_is_measured(given: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        uneven.run(arguments(*given))

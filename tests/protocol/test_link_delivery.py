@@ -11,6 +11,7 @@ from helixrt.errors import ConfigError
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Kind
 from helixrt.protocol.link.options import LinkOptions
+from tests.protocol.posted import posted
 
 # ---------------------------------------------------------------- credits and eager messages
 
@@ -90,10 +91,7 @@ def test_bytes_and_frames_in_flight_are_bounded() -> None:
 
 
 def test_messages_go_where_least_is_on_its_way() -> None:
-    pair = Pair(rails=2)
-    for index in range(4):
-        pair.post(1, 1, index)
-    pair.flow()
+    pair = posted(rails=2, messages=4)
     for index in range(4):
         pair.submit(0, 1, index)
     assert [pair.kinds(0, rail).count(Kind.DATA) for rail in range(2)] == [2, 2]
@@ -157,9 +155,7 @@ def test_forgetting_takes_all_memory_back() -> None:
 
 
 def test_what_was_forgotten_is_not_sent_again() -> None:
-    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2, striped=False)
     pair.hold(0)
     pair.submit(0, 1)
     pair.submit(0, 1, 1, length=10)

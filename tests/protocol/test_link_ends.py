@@ -13,6 +13,7 @@ from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.machine import Link
 from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.rails import SendState
+from tests.protocol.posted import posted
 
 # ---------------------------------------------------------------- peers and rails
 
@@ -61,9 +62,7 @@ def test_a_silent_peer_is_lost_within_one_and_a_half_periods() -> None:
 
 def test_acknowledgements_of_the_kernel_are_signs_of_life_of_a_peer_that_says_nothing() -> None:
     """For seconds; and of two rails the one that is not acknowledged is left, as one that falls silent."""
-    pair = Pair(rails=2, options=replace(OPTIONS, period_s=1.0))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2, period_s=1.0)
     for rail in range(2):
         pair.hold(rail, 0)
     for _ in range(50):
@@ -99,9 +98,7 @@ def test_a_rail_that_was_set_up_without_crossing_it_is_no_sign_of_life(crossed: 
 
 def test_a_payload_that_trickles_in_is_a_sign_of_life() -> None:
     """Its sender's beats wait behind it: the bytes themselves must count, for the peer and for the rail."""
-    pair = Pair(rails=2, options=replace(OPTIONS, period_s=1.0))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2, period_s=1.0)
     pair.submit(0, 1)
     (send,) = pair.said(0, m.SendData)
     slow, other = send.rail, 1 - send.rail
@@ -120,9 +117,7 @@ def test_a_payload_that_trickles_in_is_a_sign_of_life() -> None:
 
 
 def test_a_rail_that_falls_silent_alone_is_left() -> None:
-    pair = Pair(rails=2, options=replace(OPTIONS, period_s=1.0))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2, period_s=1.0)
     pair.hold(0)
     pair.wait(2.0)
     assert pair.links[0].rails[0].send is SendState.FALLBACK and not pair.links[0].closed
@@ -134,9 +129,7 @@ def test_a_rail_that_falls_silent_alone_is_left() -> None:
 def test_a_rail_on_which_we_sent_nothing_for_a_while_is_not_left() -> None:
     """Our process was held: meanwhile the kernel went on sending what one rail had, and got acknowledgements, and the other was
     idle, as nobody sent a probe."""
-    pair = Pair(rails=2, options=replace(OPTIONS, period_s=1.0))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2, period_s=1.0)
     pair.wait(2.0)
     link = pair.links[0]
     woke = pair.now + 5.0
@@ -150,9 +143,7 @@ def test_a_rail_on_which_we_sent_nothing_for_a_while_is_not_left() -> None:
 
 
 def test_a_rail_that_swallows_a_frame_is_left_by_the_software_deadline() -> None:
-    pair = Pair(rails=2, options=replace(OPTIONS, striped=False, attempt_s=3.0))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2, striped=False, attempt_s=3.0)
     pair.submit(0, 1)
     pair.wire[0, 1].clear()
     pair.wait(2.5)
@@ -162,9 +153,7 @@ def test_a_rail_that_swallows_a_frame_is_left_by_the_software_deadline() -> None
 
 
 def test_a_rail_that_returns_late_is_not_judged_by_what_it_carried_before() -> None:
-    pair = Pair(options=replace(OPTIONS, attempt_s=0.5))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(attempt_s=0.5)
     pair.hold(0)
     pair.submit(0, 1)
     pair.cut(0)

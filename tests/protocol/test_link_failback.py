@@ -11,6 +11,7 @@ from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.failover import SHORTEST_PAUSE
 from helixrt.protocol.link.frames import Kind
 from helixrt.protocol.link.rails import ReceiveState, SendState
+from tests.protocol.posted import posted
 
 
 def fall_back(pair: Pair) -> None:
@@ -205,10 +206,7 @@ def test_a_rail_left_as_slow_that_breaks_while_it_rests_goes_on_resting() -> Non
 
 
 def test_a_slow_rail_is_drained_left_and_taken_back_by_the_fenced_way() -> None:
-    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
-    for index in range(2):
-        pair.post(1, 1, index)
-    pair.flow()
+    pair = posted(rails=2, messages=2, striped=False)
     pair.hold(0, 1)
     pair.submit(0, 1, 0)
     pair.tell(0, m.RailSlow(0))

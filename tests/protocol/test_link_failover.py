@@ -9,14 +9,13 @@ from helixrt.protocol.link import frames
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.rails import SendState
+from tests.protocol.posted import posted
 
 # ---------------------------------------------------------------- fallback
 
 
 def test_what_was_on_a_failed_rail_is_resent_on_another_once_the_peer_has_fenced_it() -> None:
-    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2, striped=False)
     pair.hold(0)
     pair.submit(0, 1)
     pair.hold(1, 0)
@@ -30,9 +29,7 @@ def test_what_was_on_a_failed_rail_is_resent_on_another_once_the_peer_has_fenced
 
 
 def test_what_arrived_and_lost_its_acknowledgement_is_not_resent() -> None:
-    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2, striped=False)
     pair.hold(0, 0)
     pair.submit(0, 1)
     pair.flow()
@@ -43,9 +40,7 @@ def test_what_arrived_and_lost_its_acknowledgement_is_not_resent() -> None:
 
 
 def test_a_half_delivered_message_is_received_once_it_is_whole() -> None:
-    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2, striped=False)
     pair.submit(0, 1)
     pair.tell(1, m.FrameArrived(0, pair.wire[0, 1].popleft()))  # and half of the payload
     pair.cut(0)
@@ -55,9 +50,7 @@ def test_a_half_delivered_message_is_received_once_it_is_whole() -> None:
 
 
 def test_a_newer_copy_takes_the_memory_from_an_older_one_that_is_under_way() -> None:
-    pair = Pair(rails=2)
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2)
     pair.submit(0, 1)
     (send,) = pair.said(0, m.SendData)
     other = 1 - send.rail
@@ -82,9 +75,7 @@ def test_a_copy_of_what_has_arrived_is_dropped_and_counted() -> None:
 
 
 def test_one_rail_that_returns_is_enough() -> None:
-    pair = Pair()
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted()
     pair.hold(0)
     pair.submit(0, 1)
     pair.cut(0)
@@ -97,9 +88,7 @@ def test_one_rail_that_returns_is_enough() -> None:
 
 
 def test_a_second_failure_during_the_handshake_is_survived() -> None:
-    pair = Pair(rails=3, options=replace(OPTIONS, striped=False))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=3, striped=False)
     pair.hold(0), pair.hold(1)
     pair.submit(0, 1)
     pair.cut(0)
@@ -131,9 +120,7 @@ def test_an_older_handshake_says_nothing_about_a_newer_failure() -> None:
 
 
 def test_a_lost_handshake_is_repeated() -> None:
-    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2, striped=False)
     pair.hold(0), pair.hold(1)
     pair.submit(0, 1)
     pair.cut(0, m.Failure.PATH, 0)
@@ -145,10 +132,7 @@ def test_a_lost_handshake_is_repeated() -> None:
 
 
 def test_an_operation_that_must_not_be_repeated_fails_when_its_fate_is_unknown() -> None:
-    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
-    for index in range(2):
-        pair.post(1, 1, index)
-    pair.flow()
+    pair = posted(rails=2, messages=2, striped=False)
     pair.hold(0, 0)
     pair.submit(0, 1, 0, repeatable=False)
     pair.flow()  # it arrives, its acknowledgement does not
@@ -188,9 +172,7 @@ def test_a_device_of_ours_rests_before_it_is_tried() -> None:
 
 
 def test_a_program_error_is_not_tried_again_anywhere() -> None:
-    pair = Pair(rails=2)
-    pair.post(1, 1)
-    pair.flow()
+    pair = posted(rails=2)
     pair.submit(0, 1)
     actions = pair.tell(0, m.RailDown(0, m.Failure.PROGRAM, "memory is not registered"))
     assert [type(action) for action in actions] == [m.Lost, m.ResetRail] and pair.links[0].closed
