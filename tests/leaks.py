@@ -24,6 +24,7 @@ import sys
 import termios
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
@@ -40,6 +41,9 @@ MARK = "HELIXRT_TESTS_OF"  # in the environment of all that this process starts
 # Fixtures of a wider scope that start processes, or whose servers take connections, while a test runs: checked when their
 # scope ends.
 ON_DEMAND = frozenset({"ask_ranks", "ray_head", "replica"})
+# Tests with these markers only warn of what they leave: Ray, the VM and Jupyter keep processes for later tests, and programs of
+# several processes have not all been looked at yet.
+ONLY_WARNED = frozenset({"ray", "vm", "rdma", "notebook", "netns", "system", "smoke", "slow", "gpu"})
 # Tests that still leave something, and what: each is a fault to be repaired, not a rule. By the start of their node ids.
 STILL_LEAVE = {
     "tests/collectives/test_communicator.py::test_closing_while_a_callback": "descriptors of a communicator that gave up",
@@ -104,6 +108,8 @@ def once_per_process() -> Iterator[Callable[[Resource], bool]]:
     yield is_of_tokio
     yield is_of_inductor
     yield is_of_profiler
+    # multiprocessing keeps the memory of its shared values for later ones.
+    yield lambda left: left.kind == "descriptor" and left.target.startswith("/dev/shm/pym-")
     # matplotlib keeps the fonts that it has read.
     yield lambda left: left.kind == "descriptor" and left.target.endswith(".ttf")
     # tqdm starts one thread per process, with the first progress bar.
@@ -233,7 +239,10 @@ class LeakCheck:
             self._known |= left if not self._failed else now
         if problems := [*(f"name look-up: {name}" for name in lookups), *map(described, sorted(left, reverse=True))]:
             more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-            pytest.fail("left behind by this test:\n  " + "\n  ".join(problems[:SHOWN] + more), pytrace=False)
+            text = "left behind by this test:\n  " + "\n  ".join(problems[:SHOWN] + more)
+            if ONLY_WARNED.isdisjoint(mark.name for mark in item.iter_markers()):
+                pytest.fail(text, pytrace=False)
+            warnings.warn(text, stacklevel=1)
 
     def _left(self, now: Resources) -> Resources:
         left = now - self._known
