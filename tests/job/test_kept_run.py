@@ -61,7 +61,6 @@ from helixrt.replica.store import MemoryRunStore
 from helixrt.replica.store_client import DurableRunStore
 from helixrt.replica.variables import adopt
 from helixrt.replica.versions import versions
-from tests import programs
 from tests.waiting import until
 
 SCRIPT = Path(__file__).with_name("kept_script.py")
@@ -77,7 +76,7 @@ class Console:
     def __init__(self, folder: Path, name: str, *argv: str) -> None:
         self.output = folder / name
         with open(self.output, "w", encoding="utf-8") as log:
-            self.process = programs.Popen([sys.executable, *argv], stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen([sys.executable, *argv], stdout=log, stderr=subprocess.STDOUT)
         self.begun.append(self.process)
 
     def said(self) -> str:
