@@ -43,7 +43,7 @@ settings.register_profile(  # tests never assert time; where CI is set, Hypothes
 settings.load_profile("helixrt")
 
 RunStages = Callable[..., list[Any]]
-GRID_PARTS = 3  # a run of the slow tests draws one of so many cells of each grid
+GRID_PARTS = 3  # a run of the tests draws one of so many cells of each grid
 NEEDED = ("ray", "netns", "vm", "gpu", "notebook")  # markers of what a machine may lack; `Forwarder` looks after `rdma`
 LONG = {*NEEDED, "rdma", "system", "smoke", "slow"}  # markers of what `make test` leaves out
 LONGEST_S = 500  # of one test; at pyproject's faulthandler_timeout the whole run is ended
@@ -92,7 +92,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
     marks = {mark.name for mark in item.iter_markers()}
     programs.forks = "smoke" not in marks
-    programs.refused = "a test of `make test` may start no program: mark it `system`" if LONG.isdisjoint(marks) else ""
+    programs.refused = "a test of `make test` may start no program or rank: mark it `system`" if LONG.isdisjoint(marks) else ""
     limit = item.get_closest_marker("timeout")
     if limit is not None and limit.args[0] > LONGEST_S:
         pytest.fail(f"a limit of {limit.args[0]} s: cut the test, {LONGEST_S} s is the most", pytrace=False)
@@ -123,15 +123,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked grid a third of its cells, and at least one; other ones with each seed of a run. All with `--whole`,
-    or where tests are named."""
+    """Of the cells of each test marked grid that the same target runs a third, and at least one; other ones with each seed of
+    a run. All with `--whole`, or where tests are named."""
     chosen = [config.option.keyword, *(getattr(config.option, name, False) for name in ("lf", "failedfirst"))]
     if config.option.whole or any(chosen) or any("::" in argument for argument in config.args):
         return
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("grid") is not None:
-            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            target = sorted({mark.name for mark in item.iter_markers()} & LONG)
+            grids.setdefault(f"{item.nodeid.partition('[')[0]} {target}", []).append(item)
     left_out: list[pytest.Item] = []
     for cells in grids.values():
         cells.sort(key=lambda item: zlib.crc32(f"{config.option.seed} {item.nodeid}".encode()))

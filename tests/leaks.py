@@ -46,7 +46,6 @@ ON_DEMAND = frozenset({"ask_ranks", "ray_head", "replica"})
 ONLY_WARNED = frozenset({"ray", "vm", "rdma", "notebook", "netns", "system", "smoke", "slow", "gpu"})
 # Tests that still leave something, and what: each is a fault to be repaired, not a rule. By the start of their node ids.
 STILL_LEAVE = {
-    "tests/collectives/test_communicator.py::test_closing_while_a_callback": "descriptors of a communicator that gave up",
     "tests/replica/test_life.py::test_whatever_dies": "the exchange thread of a rank that ends while it waits for a lost peer",
     "tests/test_dynamo_backend.py": "the Gloo group of a compiled graph with symbolic sizes",
 }
@@ -107,6 +106,7 @@ def once_per_process() -> Iterator[Callable[[Resource], bool]]:
     yield lambda left: left.kind == "thread" and name_of(left.number).startswith(tuple(POOLS))
     yield is_of_tokio
     yield is_of_inductor
+    yield is_of_openmp
     yield is_of_profiler
     # multiprocessing keeps the memory of its shared values for later ones.
     yield lambda left: left.kind == "descriptor" and left.target.startswith("/dev/shm/pym-")
@@ -157,6 +157,19 @@ def is_of_profiler(left: Resource, first: set[int] = set()) -> bool:  # noqa: B0
     if left.kind == "thread" and not thread_named(left.number) and name_of(left.number) == name_of(os.getpid()) and not first:
         first.add(left.number)
     return left.number in first
+
+
+def is_of_openmp(left: Resource) -> bool:
+    """OpenMP, which torch uses inside operators, keeps its threads for later operators: they wait in its library."""
+    if left.kind != "thread":
+        return False
+    with suppress(OSError, ValueError):  # a thread that runs has no address
+        address = int(Path(f"/proc/self/task/{left.number}/syscall").read_text().split()[-1], 16)
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            first, _, last = line.split()[0].partition("-")
+            if int(first, 16) <= address < int(last, 16):
+                return bool(re.search(r"/lib[gi]?omp[^/]*$", line))
+    return False
 
 
 def link_of(path: str) -> str:

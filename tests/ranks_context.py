@@ -12,6 +12,8 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
+from tests import programs
+
 _IMPORTED = [
     "torch.distributed",
     "torch.distributed.fsdp",  # brings DTensor
@@ -23,6 +25,8 @@ _IMPORTED = [
 
 
 def ranks_context() -> ForkServerContext:
+    if programs.refused:
+        pytest.fail(programs.refused)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context

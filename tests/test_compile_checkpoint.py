@@ -101,6 +101,7 @@ def peak(run: Any, model: nn.Module, *inputs: torch.Tensor) -> int:
     return live.peak_bytes
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("strands", [1, 2])
 @pytest.mark.parametrize("manner", ["checkpointed", "reentrant", "selective"])
 def test_gradients_and_masks_are_those_of_eager(manner: str, strands: int) -> None:
@@ -122,6 +123,7 @@ def test_gradients_and_masks_are_those_of_eager(manner: str, strands: int) -> No
     assert step.explain().state == ("woven" if strands == 2 else "single strand")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("manner", ["checkpointed", "selective"])
 def test_a_strand_needs_the_memory_of_checkpointed_eager(manner: str) -> None:
     """Within 5%, of which a generator's state for each random operator is a part; the peak of two strands is reported."""

@@ -281,6 +281,7 @@ def answers(ask_ranks: Any) -> Any:
     return ask_ranks(check, CASES)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(name: str, answers: Any) -> None:
     answers.check(name)

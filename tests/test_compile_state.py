@@ -138,6 +138,7 @@ def written(self: Net, h: torch.Tensor) -> torch.Tensor:
     return F.relu_(h.mul_(2))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "between",
     [moving_average, old_value_is_used, swapped, in_place, in_place_and_assigned, checkpointed, hooked_tensor, written],

@@ -143,6 +143,7 @@ def test_a_transformers_model_on_meta_with_caches_and_an_auxiliary_loss() -> Non
         capture_whole(model, (), {"input_ids": TOKENS, "labels": TOKENS, "use_cache": True})
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("policy", ["1f1b", "zb", "gpipe"])
 def test_a_cut_keeps_each_stage_within_its_memory(policy: str) -> None:
     """A wide embedding, and layers that save much: without a limit the first stage of GPipe holds too much."""

@@ -54,6 +54,7 @@ def run(project: Path, *arguments: str, **environment: str) -> tuple[str, dict[s
     return done.stdout, {name: int(number) for name, number in re.findall(r"^(\S+) drew (-?\d+)$", done.stdout, re.MULTILINE)}
 
 
+@pytest.mark.system
 def test_each_run_draws_a_new_seed_and_replays_with_one_flag(project: Path) -> None:
     said, drawn = run(project)
     (told,) = re.findall(r"^seed of this run: (\d+) \(.*--seed \1\)", said, re.MULTILINE)
@@ -85,6 +86,7 @@ def test_that_fails():
 """
 
 
+@pytest.mark.system
 def test_of_a_grid_each_run_draws_other_cells_and_all_of_them_when_asked(project: Path) -> None:
     (project / "test_it.py").write_text(GRID)
     said, some = run(project, "--seed", "1")

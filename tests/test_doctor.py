@@ -144,6 +144,7 @@ def run_doctor(cwd: Path, *arguments: str, **environment: str) -> subprocess.Com
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.system
 def test_here_the_main_job_can_run_and_json_says_the_same(tmp_path: Path) -> None:
     done = run_doctor(tmp_path, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -156,6 +157,7 @@ def test_here_the_main_job_can_run_and_json_says_the_same(tmp_path: Path) -> Non
     assert findings["deepspeed"]["state"] == "on"
 
 
+@pytest.mark.system
 def test_a_second_different_copy_on_the_path_ends_with_1(tmp_path: Path) -> None:
     source = Path(doctor.__file__).parents[1]
     shutil.copytree(source, tmp_path / "helixrt", ignore=shutil.ignore_patterns("__pycache__"))  # as a wheel: real folders

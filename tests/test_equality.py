@@ -216,6 +216,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", names(BY_DEFAULT, alone=True))
 def test_one_rank(name: str) -> None:
     check_few(name)
@@ -226,6 +227,7 @@ def two_ranks(ask_ranks: Any) -> Any:
     return ask_ranks(check_few, names(BY_DEFAULT, alone=False))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", names(BY_DEFAULT, alone=False))
 def test_two_ranks(name: str, two_ranks: Any) -> None:
     two_ranks.check(name)
@@ -252,5 +254,6 @@ def test_two_ranks_all(name: str, two_ranks_all: Any) -> None:
     two_ranks_all.check(name)
 
 
+@pytest.mark.system
 def test_every_default_case_is_one_of_all() -> None:
     assert BY_DEFAULT.keys() <= EVERY.keys() and len({astuple(case) for case in EVERY.values()}) == len(EVERY)

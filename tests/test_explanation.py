@@ -108,6 +108,7 @@ def test_a_world_ends_when_its_block_fails() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.system
 def test_ranks_of_one_host_talk_inside_it() -> None:
     """Tensor parallelism inside two hosts, experts between them: two all-reduces a layer, two all-to-alls to experts."""
     with fake_world(4):

@@ -28,6 +28,8 @@ def lint(checkout: Path, *command: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.grid
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [

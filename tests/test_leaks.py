@@ -101,6 +101,7 @@ LEFT = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_what_a_test_leaves_fails_it_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(PLUGIN)

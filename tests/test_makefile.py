@@ -44,6 +44,7 @@ def set_up(project: Path) -> None:
 TARGETS = pytest.mark.parametrize("target", ["train", "test", "test-system", "test-slow", "lint"])
 
 
+@pytest.mark.system
 @TARGETS
 def test_a_fresh_clone_is_set_up_with_pinned_versions(project: Path, target: str) -> None:
     commands = plan(project, target)

@@ -68,6 +68,7 @@ def build(tmp_path_factory: pytest.TempPathFactory, out: Path) -> Path:
     return out
 
 
+@pytest.mark.system
 def test_wheel_holds_real_files_under_helixrt_only(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -80,6 +81,7 @@ def test_wheel_holds_real_files_under_helixrt_only(built: Path) -> None:
     assert any(name.startswith("helixrt/conf/") and name.endswith(".yaml") for name in names)
 
 
+@pytest.mark.system
 def test_wheel_works_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     venv.create(tmp_path / "empty", with_pip=False)

@@ -142,6 +142,7 @@ def test_text_says_what_was_supposed_and_what_hides_behind_what(capsys: pytest.C
         assert f"\n{line}" in text, line
 
 
+@pytest.mark.system
 def test_pictures_show_every_operator_and_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert said(capsys, *SHARED, "-o", "strands.svg") == said(capsys, *SHARED, "-o", "strands.png") == ""
     root = ElementTree.fromstring((tmp_path / "strands.svg").read_text())
@@ -161,6 +162,7 @@ def test_pictures_show_every_operator_and_fit(capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "strands.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("graph", ["forward", "backward", "woven"])
 def test_graphs_are_python(graph: str, capsys: pytest.CaptureFixture[str]) -> None:
     (defined,) = ast.parse(said(capsys, *SHARED, "--graph", graph)).body

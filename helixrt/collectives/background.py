@@ -33,7 +33,7 @@ def run(reference: weakref.ref[Communicator], poller: Poller, stop: threading.Ev
     while not stop.is_set():
         communicator = reference()
         if communicator is None:
-            return
+            break
         try:
             rest = communicator.background()
         except Exception:  # it ended the generation; callers have its cause
@@ -47,7 +47,9 @@ def run(reference: weakref.ref[Communicator], poller: Poller, stop: threading.Ev
         else:
             poller.wait(rest.timeout_s)
     communicator = reference()
-    if communicator is not None:
+    if communicator is None:
+        poller.leave()
+    else:
         communicator.background_ends()
 
 
@@ -68,8 +70,10 @@ def end(stop: threading.Event, poller: Poller, thread: threading.Thread | None, 
 def abandon(
     stop: threading.Event, poller: Poller, thread: threading.Thread, endpoint: contract.Endpoint, system: System
 ) -> None:
-    """A communicator that was never closed is gone, or the program ends."""
-    ended = end(stop, poller, thread, system.is_current(thread))
+    """A communicator is gone that was never closed, or closed while its thread ran a callback; or the program ends.
+
+    The collector may call this in any thread, also in the communicator's own.
+    """
+    end(stop, poller, thread, system.is_current(thread))
     endpoint.close()
-    if ended:
-        poller.close()
+    poller.leave()

@@ -160,7 +160,7 @@ class Communicator:
             self._carry_out(self._handoff.nudge(), 0.0)
         self._settle(execution)
         if self._abandoned is not None:
-            self._abandoned.detach()
+            self._abandoned.atexit = False
         background.end(self._stop, self._poller, self._thread, self._system.is_current(self._thread))
         with self._lock:
             self._endpoint.close()
@@ -171,6 +171,8 @@ class Communicator:
         """When no thread sleeps on it any more. The lock is held."""
         if self._handoff.retires():
             self._poller.close()
+            if self._abandoned is not None:
+                self._abandoned.detach()
 
     # ---------------------------------------------------------------- operations
 

@@ -26,6 +26,7 @@ class Poller:
             self._epoll.register(descriptor, select.EPOLLIN)
         self._watched: dict[int, int] = {}
         self._lock = threading.Lock()
+        self._left = 0
 
     def watch(self, descriptors: Mapping[int, int]) -> None:
         """Watch exactly these from now on, also in waits that have begun.
@@ -80,6 +81,14 @@ class Poller:
         self._epoll.close()
         os.close(self._wake)
         os.close(self._nudge)
+
+    def leave(self) -> None:
+        """For the two that a forgotten communicator leaves behind, its thread and its finalizer: the second one closes."""
+        with self._lock:
+            self._left += 1
+            last = self._left == 2
+        if last:
+            self.close()
 
 
 def _take(descriptor: int) -> None:

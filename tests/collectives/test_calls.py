@@ -94,6 +94,7 @@ DIFFERENT: list[tuple[Call, Call, str, str]] = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("length", [SHORT, LONG])
 @pytest.mark.parametrize(("one", "other", "first", "second"), DIFFERENT, ids=[f"{a} {b}" for _, _, a, b in DIFFERENT])
 @pytest.mark.parametrize("later", [0, 1])
@@ -138,6 +139,7 @@ ROOTED = {"broadcast": broadcast, "gather": gather, "scatter": scatter, "reduce"
 ROOTS = {"all send": (0, 1), "all receive": (1, 0)}  # of a broadcast; who sends in a gather receives here
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("length", [SHORT, LONG])
 @pytest.mark.parametrize("roots", ROOTS.values(), ids=ROOTS.keys())
 @pytest.mark.parametrize("name", ROOTED)

@@ -61,6 +61,7 @@ def _parameters() -> Iterator[object]:
         yield pytest.param(cell, id=str(cell).replace(", ", "-").replace(" ", "_"), marks=marks)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("cell", list(_parameters()))
 def test_nobody_hangs_or_crashes_and_no_sum_is_wrong(owner: RankProcesses, cell: Cell) -> None:
     finding = run_cell(owner, cell)

@@ -299,6 +299,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         assert process.exitcode == 0
 
 
+@pytest.mark.system
 def test_every_collective_type_and_operation_gives_what_gloo_gives(ranks: Ranks) -> None:
     for answer in ranks.each("same_as_gloo"):
         assert len(answer) == 1, answer

@@ -160,6 +160,7 @@ def ends(call: Callable[[], Any]) -> BaseException | None:
     return raised[0]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["tcp", "gloo"])
 @pytest.mark.parametrize("known", [True, False])
 def test_a_store_that_is_stopped_ends_configure_at_its_deadline(
@@ -177,6 +178,7 @@ def test_a_store_that_is_stopped_ends_configure_at_its_deadline(
     exchange.close()
 
 
+@pytest.mark.system
 def test_an_abort_ends_the_wait_for_a_store_that_is_stopped(stopped_store: tuple[str, Callable[[], None]]) -> None:
     address, stop = stopped_store
     store = StoreClients().at(address + "/1", LIMIT_S)
@@ -186,6 +188,7 @@ def test_an_abort_ends_the_wait_for_a_store_that_is_stopped(stopped_store: tuple
     assert isinstance(error, StoreSilent) and error.cause.what == "aborted"
 
 
+@pytest.mark.system
 def test_a_process_group_does_not_wait_for_a_stopped_store_beyond_its_timeout(
     stopped_store: tuple[str, Callable[[], None]],
 ) -> None:

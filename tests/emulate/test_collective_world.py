@@ -151,6 +151,8 @@ BROKEN = [
 ]
 
 
+@pytest.mark.grid
+@pytest.mark.system
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
 def test_worlds_notice_a_broken_rule(rule: Rule, monkeypatch: Patch) -> None:
     collective_tasks.plan_of.cache_clear()

@@ -261,6 +261,8 @@ class HastyWorld(HandOffWorld):
     share_that_close_late = (0.0, 0.0)
 
 
+@pytest.mark.grid
+@pytest.mark.system
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
 def test_worlds_notice_a_broken_rule(rule: Rule, monkeypatch: Patch) -> None:
     world = HastyWorld if rule is the_poller_is_closed_under_a_sleeper else HandOffWorld

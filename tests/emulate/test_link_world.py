@@ -82,6 +82,8 @@ KNOWN: dict[Rule, int] = {
 }
 
 
+@pytest.mark.grid
+@pytest.mark.system
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
 def test_worlds_notice_a_broken_rule(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     world = FOCUSED.get(rule, LinkWorld)

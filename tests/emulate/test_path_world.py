@@ -112,6 +112,7 @@ def test_noise_on_equal_paths_moves_no_flow() -> None:
             assert not end.hops[Reason.CONGESTED], f"seed {seed}: {end.hops}"
 
 
+@pytest.mark.system
 def test_no_noise_makes_a_flow_oscillate() -> None:
     """Every hop is checked by the world: none for congestion within the time-to-live of another one."""
     totals: Counter[Reason] = Counter()
@@ -126,6 +127,7 @@ def test_no_noise_makes_a_flow_oscillate() -> None:
     assert totals[Reason.CONGESTED] > 100, totals  # it would, if it could
 
 
+@pytest.mark.system
 def test_a_path_that_turns_slow_is_left_and_not_taken_again() -> None:
     assert [begun_late(Slowed(seed)) for seed in range(20)] == [0] * 20
     assert sum(begun_late(Kept(seed)) > 0 for seed in range(20)) == 20  # what there is to gain
@@ -146,6 +148,8 @@ BROKEN = [
 ]
 
 
+@pytest.mark.grid
+@pytest.mark.system
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
 def test_worlds_notice_a_broken_rule(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     world = Noisy if rule is broken.another_switch_at_once else PathWorld

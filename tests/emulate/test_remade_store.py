@@ -36,6 +36,7 @@ def world(seed: int) -> StepWorld:
 SWEEP = SweepOf(world, CASES, Violation)
 
 
+@pytest.mark.system
 def test_no_step_is_lost_with_the_stores_process(seed: int) -> None:
     sweep_all(SWEEP, seed, SEEDS, ("remade", "crashes"))
 

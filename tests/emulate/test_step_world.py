@@ -160,6 +160,8 @@ BROKEN = {
 }
 
 
+@pytest.mark.grid
+@pytest.mark.system
 @pytest.mark.parametrize("rule", BROKEN)
 def test_the_world_notices_a_wrong_protocol(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     owner, name, broken, faults = BROKEN[rule]
@@ -193,6 +195,7 @@ def longest_stall_s(world: StepWorld) -> float:
     return max(stalls_s(world))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("fetch_steps", [1, 3, 10, 30, 100, 200])
 def test_a_replica_comes_back_however_long_its_fetch_takes(fetch_steps: int, seed: int) -> None:
     """A step takes about 1.4 s; at most 5 sets of buckets and one snapshot are kept, which the world checks."""

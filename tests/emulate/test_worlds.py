@@ -65,6 +65,7 @@ CASES = [
 each_world = pytest.mark.parametrize("case", CASES, ids=lambda case: case.world.__name__)
 
 
+@pytest.mark.system
 @each_world
 def test_many_seeds(case: Case, seed: int) -> None:
     sweep_all(case.sweep, seed, case.seeds, case.hard_cases)
@@ -91,6 +92,7 @@ def test_a_violation_prints_the_line_that_replays_it(case: Case, monkeypatch: py
     assert str(again.value) == str(first.value)
 
 
+@pytest.mark.system
 @each_world
 def test_a_seed_replays_exactly_also_on_a_machine_whose_clock_leaps_at_each_look(
     case: Case, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,7 @@ def same_entry(loops: Any, a: Any, b: Any) -> bool:
     return loops.equal_bits(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("contributors", [(0, 1), (0, 1, 2), (0, 2)])
 def test_several_replicas_train_as_one_loop_over_the_union_of_their_batches(
     case: Any, loops: Any, contributors: tuple[int, ...]

@@ -302,6 +302,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("case", "stages", "schedule"),
     [*DEFAULT, *(pytest.param(*each, marks=[pytest.mark.slow, pytest.mark.grid]) for each in SLOW)],
@@ -445,6 +446,7 @@ def frozen_tied() -> nn.Module:
     return model
 
 
+@pytest.mark.system
 def test_a_frozen_parameter_that_two_stages_share_is_left_alone(run_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "frozen tied", (frozen_tied, lambda: None, text))
     check_equal("frozen tied", *over_stages(run_stages, 2, "frozen tied"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -70,6 +71,7 @@ def stepped(number: int, group: Any) -> Held:
         return Held(sum(sizes), max(sizes), made, trained, live.peak_bytes)
 
 
+@pytest.mark.system
 def test_no_rank_ever_holds_more_than_its_stage(run_stages: Any) -> None:
     whole = sum(parameter.nbytes for parameter in llama().parameters())
     stages = run_stages(STAGES, stepped, timeout_s=240.0)

@@ -248,6 +248,7 @@ inflict(FaultConfig("{kind}"))
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["stop", "hang", "hang_lock"])
 def test_a_process_that_hangs_in_its_way(kind: str) -> None:
     """Another thread of it goes on only if the interpreter lock is free and the process is not stopped."""
@@ -299,6 +300,7 @@ def _rank_elsewhere(store_address: str, rank: int, host: str, kills: bool) -> No
     time.sleep(600)
 
 
+@pytest.mark.system
 def test_a_peer_on_another_host_is_asked_to_kill_itself() -> None:
     from helixrt.replica.store import TcpRunStore, host_store
 

@@ -152,6 +152,7 @@ def cut_world(seed: int) -> StepWorld:
     return StepWorld(seed, 2 + seed % 4, 1 + seed // 4 % 3, 20, SCHEDULES[seed // 12 % len(SCHEDULES)], compacts=3)
 
 
+@pytest.mark.system
 def test_replicas_that_forget_old_entries_keep_one_lineage(seed: int) -> None:
     hard = ("dropped", "crashes", "superseded", "waits", "reloads")
     sweep_all(SweepOf(cut_world, hard, Violation), seed, 72, hard)

@@ -127,6 +127,7 @@ def lived(seed: int, rounds: int) -> tuple[Forgets, int]:
     return store, most
 
 
+@pytest.mark.system
 def test_a_driver_that_attaches_reads_the_same_whatever_was_deleted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_orders, "FORGET_AFTER", 12)
     lost = deleted = 0
@@ -137,6 +138,7 @@ def test_a_driver_that_attaches_reads_the_same_whatever_was_deleted(seed: int, m
     assert lost > 30 and deleted > 200, (lost, deleted)
 
 
+@pytest.mark.system
 def test_orders_and_exits_in_the_store_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_orders, "FORGET_AFTER", 40)
     store, most = lived(3, 2_500)

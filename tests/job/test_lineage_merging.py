@@ -190,6 +190,7 @@ class World:
         self.disk.event = event
 
 
+@pytest.mark.system
 def test_writers_readers_merges_and_crashes_in_any_order_lose_nothing(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

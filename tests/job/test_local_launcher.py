@@ -30,6 +30,7 @@ from helixrt.replica.work_page import NOT_WORKING
 from tests.leaks import parent_of
 from tests.waiting import until
 
+pytestmark = pytest.mark.system
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0  # only what hangs takes so long, also on a machine that has no time for this process
 COLD = "is started as a new process"  # in the log, of a rank that was to be a fork

@@ -247,6 +247,7 @@ def test_a_slow_link_changes_the_order_of_a_replica_and_its_end_takes_the_first_
     assert f"the schedule's order becomes {key}" in found.said[0]
 
 
+@pytest.mark.system
 def test_the_gain_compares_steps_under_the_costs_that_the_order_was_changed_for(replica: Callable[..., Replica]) -> None:
     """The order changes soon after a link has become slow: of the steps before, most were fast."""
     found, now = replica(), [100.0]

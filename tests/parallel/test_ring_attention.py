@@ -233,6 +233,7 @@ def most_alive(graph: fx.Graph, results: list[fx.Node]) -> int:
     return max(sum(order[each] <= place <= last[each] for each in results) for place in order.values())
 
 
+@pytest.mark.system
 def test_ranks_capture_the_same_operators_and_hold_two_foreign_parts() -> None:
     """Four ranks' graphs, captured one after the other: sizes of splits are all that differs."""
     ranks = 4
@@ -330,6 +331,7 @@ def answers(ask_ranks: Any) -> Any:
     return ask_ranks(check, CASES)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_are_the_ring_bit_for_bit(name: str, answers: Any) -> None:
     answers.check(name)

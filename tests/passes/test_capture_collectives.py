@@ -141,6 +141,7 @@ def answers(ask_ranks: Any) -> Any:
     return ask_ranks(check, MODELS)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_give_eager_gradients(name: str, answers: Any) -> None:
     answers.check(name)

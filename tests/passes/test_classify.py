@@ -66,6 +66,7 @@ def made(part: Part, groups: dict[str, Group] = GROUPS) -> list[Operator]:
     return operators(part, groups, times)
 
 
+@pytest.mark.system
 def test_communication_is_of_its_group(both: tuple[Part, Part]) -> None:
     for part in both:
         kinds = classify(part, GROUPS)
@@ -142,6 +143,7 @@ def test_weight_gradients_of_a_middle_chunk_are_what_w_has() -> None:
     assert free == weight and free
 
 
+@pytest.mark.system
 def test_operators_are_the_graph(both: tuple[Part, Part]) -> None:
     for part in both:
         listed, graph, kinds = made(part), strand(part), classify(part, GROUPS)

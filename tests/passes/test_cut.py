@@ -187,6 +187,7 @@ def token_calls() -> Calls:
     return calls
 
 
+@pytest.mark.system
 def test_gpt2_with_dropout_padding_and_a_tied_head() -> None:
     model, calls = tiny("gpt2"), token_calls()
     joint = capture(model, (), calls[0][1])
@@ -396,6 +397,7 @@ def test_layers_with_their_residual_sum_are_computed_again_as_eager_does() -> No
         assert chunk_part(part, True).count("native_layer_norm") == layers
 
 
+@pytest.mark.system
 def test_gpt2_with_gradient_checkpointing() -> None:
     model, calls = tiny("gpt2"), token_calls()
     expected = eager(model, calls)

@@ -118,6 +118,7 @@ def check(name: str) -> None:
     {"dense": dense, "llama": llama}[name]()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["dense", pytest.param("llama", marks=pytest.mark.slow)])
 def test_two_ranks(name: str, ask_ranks: Any) -> None:
     ask_ranks(check, [name]).check(name)

@@ -140,10 +140,12 @@ def compare(module: nn.Module, x: torch.Tensor, y: torch.Tensor, loss: Callable[
     assert found[0][3].state == "woven" and found[0][3].counts["woven"]["compute"] < found[2][3].counts["woven"]["compute"]
 
 
+@pytest.mark.system
 def test_inductor_gives_eagers_numbers() -> None:
     compare(Small().double(), *(torch.randn(4, n, dtype=torch.float64) for n in (4, 3)), F.mse_loss)  # type: ignore[call-arg]
 
 
+@pytest.mark.system
 def test_a_compiled_function_takes_other_layouts_than_it_was_compiled_for() -> None:
     """Real operators do not always lay a result out as fake ones say."""
     graph = torch.fx.Graph()

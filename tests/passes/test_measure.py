@@ -189,6 +189,7 @@ def test_only_what_is_steady_goes_to_the_disk(tmp_path: Path) -> None:
     assert profile_cache.load(setting, tmp_path) == good
 
 
+@pytest.mark.system
 def test_a_busy_machine_is_told_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from helixrt import cli
 

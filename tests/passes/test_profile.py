@@ -77,6 +77,7 @@ def agreed(one: Profile, other: Profile) -> bool:
     return (one.times, one.pairs, one.overlap) == (other.times, other.pairs, other.overlap)
 
 
+@pytest.mark.system
 def test_ranks_end_with_one_profile_and_find_it_again(run_stages: Any, parts: Any, tmp_path: Path) -> None:
     state = torch.get_rng_state()
     first = on_two_ranks(run_stages, NAMES, lambda rank: profile(parts[rank], cache=tmp_path))
@@ -103,6 +104,7 @@ def test_ranks_end_with_one_profile_and_find_it_again(run_stages: Any, parts: An
     assert {name: again[0].times[name] for name in compute} == {name: found.times[name] for name in compute}
 
 
+@pytest.mark.system
 def test_a_link_that_changed_is_measured_again(run_stages: Any, parts: Any, tmp_path: Path) -> None:
     on_two_ranks(run_stages, NAMES, lambda rank: profile(parts[rank], cache=tmp_path))
     (file,) = tmp_path.iterdir()

@@ -120,6 +120,7 @@ def test_every_line_draws_in_the_captured_order(halves: tuple[Part, Part], seed:
         assert drawn(forward, [(0, index) for index in line.order], 0) == expected, line.name
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("policy", ["helix", *BASELINES])
 @pytest.mark.parametrize("seed", range(5))
 def test_pairings_give_the_bits_of_one_strand_after_the_other(

@@ -268,6 +268,7 @@ def test_a_rank_that_does_not_answer_is_an_error(run_stages: Any) -> None:
     run_stages(2, rank)
 
 
+@pytest.mark.system
 def test_a_rank_that_compiles_longer_than_the_deadline_is_waited_for(run_stages: Any) -> None:
     def rank(rank: int, group: Any) -> None:
         if rank:

@@ -16,6 +16,7 @@ from tests.pipeline import channels_stage
 CASES = [("cuda", transport, mode) for transport in ("tcp", "shared_memory") for mode in ("delegated", "direct")]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("device", "transport", "mode"),
     [("cpu", "shared_memory", "direct"), *(pytest.param(*case, marks=pytest.mark.gpu) for case in CASES)],

@@ -33,6 +33,7 @@ def expected(stages: int, passes: int) -> list[list[float]]:
     return [[0.1 + stage + 10 * number for stage in range(stages)] for number in range(passes) for _ in range(2)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_every_stage_is_told_the_value_of_every_one(any_stages: Any, stages: int) -> None:
     assert any_stages.run(stages, told(stages, 3)) == [expected(stages, 3)] * stages
@@ -57,6 +58,7 @@ def losses(stages: int, passes: int) -> Callable[[int, ChannelsOf], list[float]]
     return body
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_every_stage_gets_the_loss_of_the_last_one(any_stages: Any, stages: int) -> None:
     assert any_stages.run(stages, losses(stages, 3)) == [[0.1, 1.1, 2.1]] * stages

@@ -126,6 +126,7 @@ def test_activations_are_free_after_the_last_that_needs_them() -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
 
 
+@pytest.mark.system
 def test_a_woven_pair_needs_the_memory_of_its_two_graphs_in_turn() -> None:
     """Of two chunks; the backward first, as the forward's activations take the place of those it frees.
 

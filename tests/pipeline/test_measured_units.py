@@ -134,6 +134,8 @@ def schedule(name: str = "1f1b") -> Any:
     return build(name, STAGES, MICROBATCHES)
 
 
+@pytest.mark.grid
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["1f1b", "zb"])
 @pytest.mark.parametrize("seed", range(4))
 def test_by_a_table_of_operators_the_cut_is_the_best_of_its_neighbours(

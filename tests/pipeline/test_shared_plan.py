@@ -18,6 +18,7 @@ BACKWARD = (Operator("c", Kind.INTER, 4.0), Operator("v", Kind.WAIT, 0.0, (0,)),
 STRANDS, OVERLAP = (FORWARD, BACKWARD), Overlap.even()
 
 
+@pytest.mark.system
 def test_others_get_the_first_ranks_order(run_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_plan, "DEADLINE_S", 3.0)
 

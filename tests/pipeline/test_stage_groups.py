@@ -90,6 +90,7 @@ def train_stage(case: str) -> None:
         channel.close()
 
 
+@pytest.mark.system
 def test_stages_plan_by_themselves(ask_ranks: Callable[..., Any]) -> None:
     """Without the stage's own group it is refused; with it, stages with other graphs plan, measure and train."""
     answers = ask_ranks(train_stage, ["not said", "said"])

@@ -52,6 +52,7 @@ def train(module: nn.Module, joint: Part, strands: Strands, microbatches: int, s
     return losses
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("layers", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_two_strands_need_the_memory_of_one(layers: int) -> None:
     """Activations and gradients, by counting storages; 1.03 is the most the issue allows."""

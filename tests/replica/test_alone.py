@@ -195,6 +195,7 @@ def test_a_replica_that_was_declared_ended_appends_nothing_more(alone: Callable[
     assert 3 <= len(replica.done) < 10_000
 
 
+@pytest.mark.system
 def test_while_the_store_is_away_steps_wait_soon_and_the_loop_can_be_ended(alone: Callable[..., Alone]) -> None:
     replica = alone(100_000)
 

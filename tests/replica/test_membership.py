@@ -230,6 +230,7 @@ def test_survivors_form_without_the_dead_and_take_back_the_restarted(world: AnyW
     assert generations == sorted(set(generations))
 
 
+@pytest.mark.system
 def test_nobody_waits_for_a_member_that_the_driver_saw_end(kind: str) -> None:
     """Its heart even beats on; and its successors come and go while it is still a member to the lighthouse."""
     world = WORLDS[kind](replace(TIMEOUTS, heartbeat_s=300.0, join_s=300.0))
@@ -302,6 +303,7 @@ def test_a_restarted_replica_is_not_confused_with_its_living_predecessor(world: 
     assert "replica 0 was started again; incarnation 0 is over" in results
 
 
+@pytest.mark.system
 def test_a_lost_service_and_a_late_quorum_are_retryable(world: AnyWorld) -> None:
     silent, me = world.member(0)
     other, _ = world.member(1)
@@ -332,6 +334,7 @@ def test_the_newest_incarnation_stands_for_a_replica() -> None:
     assert newest_incarnations([new, other, old]) == (other, new)
 
 
+@pytest.mark.system
 def test_a_process_that_forgets_to_close_ends_well(world: AnyWorld) -> None:
     script = f"""{world.script()}
 from helixrt.protocol.step.quorum import Member
@@ -449,6 +452,7 @@ def replica() -> Iterator[Replica]:
     world.close()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("held_s", [2.5, pytest.param(5.0, marks=pytest.mark.slow)])
 def test_a_replica_whose_leader_holds_its_interpreter_lock_stays_a_member(replica: Replica, held_s: float) -> None:
     until_withdrawn(replica.world, False)
@@ -460,6 +464,7 @@ def test_a_replica_whose_leader_holds_its_interpreter_lock_stays_a_member(replic
     assert replica.leader.hear() == "held"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("which", ["leader", "stage"])
 def test_a_replica_with_a_stopped_rank_is_withdrawn_and_comes_back(replica: Replica, which: str) -> None:
     world, rank = replica.world, replica.leader if which == "leader" else replica.stage
@@ -497,6 +502,7 @@ def come_together(alone: tuple[Membership, Member], leader: tuple[Membership, Me
     assert returned == [latest]
 
 
+@pytest.mark.system
 def test_a_replica_with_a_stopped_rank_is_withdrawn_over_the_store_too() -> None:
     if monitor_unsupported() is not None:
         pytest.skip(f"no monitor processes here: {monitor_unsupported()}")

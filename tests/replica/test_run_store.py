@@ -156,6 +156,7 @@ def test_a_lost_store_is_retryable() -> None:
                 call()
 
 
+@pytest.mark.system
 def test_a_store_that_stays_away_is_said_before_the_limit_for_a_slow_name_service_and_one_that_returns_is_used() -> None:
     server, address = host_store()
     store = TcpRunStore(address)

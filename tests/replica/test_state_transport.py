@@ -291,6 +291,7 @@ def test_a_fetch_of_which_no_byte_comes_ends(peers: Peers) -> None:
         peers.fetcher.fetch("s", layout_of(make_state()), [peers.donor("slow")], stall_s=0.1)
 
 
+@pytest.mark.system
 def test_a_fetch_of_which_bytes_come_has_no_deadline(peers: Peers) -> None:
     """Each of 31 answers takes a third of a second, two at a time."""
     state, stall_s = make_state(8_000_000), 4.0
@@ -510,6 +511,7 @@ def _donor_process(pipe: Connection) -> None:
     time.sleep(TIMEOUT_S)
 
 
+@pytest.mark.system
 def test_a_donor_killed_in_mid_fetch_is_replaced() -> None:
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -120,6 +120,7 @@ def nothing_known(costs: Costs, microbatches: int) -> Bounds:
     return Bounds(0.0, zeros, zeros)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(12))
 def test_never_above_the_optimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ortools", reason="the true optimum needs OR-tools (extra `exact`)")

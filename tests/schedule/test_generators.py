@@ -100,6 +100,7 @@ def test_one_f_one_b_under_a_slow_link(delay: float, expected: float) -> None:
     assert simulate(one_f_one_b(8, 32), costs).makespan_ms == expected
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stages,microbatches", [(2, 30), (4, 30), (4, 60), (8, 60)])
 @pytest.mark.parametrize("slack", [1, 2, 3, 4])
 def test_theorem_1(stages: int, microbatches: int, slack: int) -> None:

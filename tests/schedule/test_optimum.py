@@ -92,6 +92,7 @@ def test_equals_the_best_of_all_orders(pairs: bool, wires: bool) -> None:
 TWELVE = {math.inf: (103, 104, 105, 107), 12.0: (103, 104, 105, 107), 8.0: (103, 107, 111, 123)}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("delay", (0, 1, 2, 4))
 @pytest.mark.parametrize("cap", TWELVE)
 def test_the_twelve_optima(cap: float, delay: int) -> None:

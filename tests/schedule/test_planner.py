@@ -65,6 +65,7 @@ def test_proven_optima(memory: float, optima: tuple[float, ...]) -> None:
         assert_sound(found, costs, 32)
 
 
+@pytest.mark.system
 def test_two_chunks_reach_the_bound_and_beat_the_v_schedules() -> None:
     for delay_ms, bound_ms in zip((0, 1, 2, 4), (99.5, 100.5, 101.5, 103.5), strict=True):
         costs = slow_link(uniform(8), delay_ms).split(folded(8))
@@ -79,6 +80,7 @@ def test_two_chunks_reach_the_bound_and_beat_the_v_schedules() -> None:
             assert found.makespan_ms < other_ms or found.makespan_ms == other_ms == found.lower_bound_ms
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "stages, microbatches, memory, delay_ms, reached_ms",
     [(4, 12, 4, 4, 63), (8, 32, 8, 1, 102.5), (8, 32, 8, 2, 107.5), (8, 32, 8, 4, 119.5), (8, 32, 12, 4, 107.5)],
@@ -95,6 +97,7 @@ def test_two_chunks_share_a_tight_cap(
     assert found.makespan_ms <= reached_ms
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(40))
 def test_never_slower_than_what_fits(seed: int) -> None:
     costs, microbatches = random_instance(seed) if seed % 4 else random_folded_instance(seed // 4)
@@ -147,6 +150,7 @@ def odd_instance(seed: int) -> tuple[Costs, int]:
     return replace(costs, memory=caps), microbatches
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_odd_problems(first: int) -> None:
     for seed in range(first, first + 20):

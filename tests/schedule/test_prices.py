@@ -52,6 +52,7 @@ def instance(seed: int) -> tuple[Costs, int]:
     return replace(costs, links=links, pair_factor=draw.choice([1.0, 0.8])), min(microbatches, 10)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("comm", [DELEGATED, Direct(1), Direct(2)])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_price_is_what_a_simulation_saves(seed: int, comm: Comm) -> None:

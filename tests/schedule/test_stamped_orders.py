@@ -64,6 +64,7 @@ def no_harm(seed: int, steps: int) -> None:
     assert found.slowdown <= 1.03, f"seed {seed}: {found.slowdown:.3f} times the fixed order"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("part", range(12))
 def test_clocks_that_drift_and_delays_that_flap_do_no_harm(part: int) -> None:
     for seed in range(8 * part, 8 * part + 8):

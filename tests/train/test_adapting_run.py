@@ -57,6 +57,7 @@ def orders() -> list[Schedule]:
     return [*(build(name, 2, 6) for name in ("zb", "gpipe", "zb-h2", "adaptra")), plan(slow, 6, effort=0.1).schedule]
 
 
+@pytest.mark.system
 def test_training_that_changes_its_order_every_step_has_the_bits_of_training_that_does_not(
     run_stages: Any, captured_once: None
 ) -> None:

@@ -344,6 +344,8 @@ def answers(ask_ranks: Callable[..., Any]) -> Any:
     return ask_ranks(check_any, CHECKS, ranks=RANKS)
 
 
+@pytest.mark.grid
+@pytest.mark.system
 @pytest.mark.parametrize("name", CHECKS)
 def test_ranks_that_share_stages_train_the_whole_model(answers: Any, name: str) -> None:
     answers.check(name)

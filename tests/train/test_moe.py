@@ -139,6 +139,7 @@ def test_auxiliary_gradient_is_that_of_the_loss_written_out() -> None:
     assert not torch.allclose(without[1], implied[1])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("policy", ["1f1b", "zb-h1", "w"])
 def test_pipeline_gives_the_gradients_of_a_plain_loop_over_micro_batches(run_stages: Any, policy: str) -> None:
     """Experts drop choices micro-batch by micro-batch, and their own loss gets its gradient in the middle of the model.

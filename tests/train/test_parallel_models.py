@@ -181,6 +181,7 @@ def test_experts_may_be_spread_over_context_parallel_ranks(run_stages: Any, capa
     close(put_together([gradients(m) for m in modules], modules[0], "ep"), grads)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "model,axes,expected",
     [

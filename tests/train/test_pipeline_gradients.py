@@ -149,6 +149,7 @@ def test_gradients_are_the_single_process_models(run_stages: Any, stages: int) -
     check_gradients(run_stages, stages, cases)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("stages", "model", "graphs"), [(2, MODELS[3], "always"), (4, MODELS[1], "auto")], ids=["2-llama-tied", "4-gpt-tied"]
 )
@@ -181,6 +182,7 @@ def test_graphs_give_every_combinations_gradients(
         check_gradients(run_stages, stages, [case for case in cases if case.microbatches == microbatches])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("model", "policy"),
     [(MODELS[1], "1f1b"), (MODELS[2], "zbv"), (MODELS[3], "dualpipev"), (MODELS[1], "interleaved")],
@@ -264,6 +266,7 @@ def test_every_operation_and_message_is_recorded(run_stages: Any) -> None:
         )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("before", "after", "elsewhere"), [("1f1b", "zb-h1", "zbv"), ("zbv", "w", "interleaved")])
 def test_a_schedule_is_swapped_between_steps(
     run_stages: Any, before: str, after: str, elsewhere: str, captured_once: None

@@ -38,6 +38,7 @@ def test_defaults_are_the_dataclasses_and_the_tiny_model() -> None:
     hash(config)  # frozen all through
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("experiment", ["tiny", "ci", "solo", "nano"])
 @pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "gpt-small", "moe-tiny"])
 def test_experiments_are_valid_with_every_model(experiment: str, model: str, root: str) -> None:
@@ -95,6 +96,7 @@ def test_a_run_of_before_these_settings_can_be_resumed() -> None:
     assert TrainConfig.from_plain(plain) == TrainConfig()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -130,6 +132,7 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

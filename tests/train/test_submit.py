@@ -135,6 +135,7 @@ def test_ctrl_c_stops_a_job_that_was_submitted_and_none_that_is_attached_to(
 NAMES = "dir (1)|a,b|x=y|it's|a b|proj{1}|a:b|a#b|~t|a$b|a[1]|b\\|q\\'q|${oc.env:HOME}|null|µ|\\\\'".split("|")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", NAMES)
 def test_a_job_writes_where_its_command_stands_whatever_the_folder_is_called(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
