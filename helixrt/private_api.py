@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import re
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,15 +21,17 @@ from typing import Any
 
 from helixrt.errors import ConfigError
 
-LEAST = {"torch": (2, 11), "torchft": (0, 2), "ray": (2, 40), "deepspeed": (0, 19, 8)}  # the oldest versions that work
+LEAST = {"torch": (2, 13), "torchft": (0, 2), "ray": (2, 40), "deepspeed": (0, 19, 8)}  # the oldest versions that work
 TESTED = {
-    "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
+    "torch": ("2.13.0", "2.14.1", "2.15.0"),
     "torchft": ("0.2.0",),
     "ray": ("2.59.0", "2.60.0"),
     "deepspeed": ("0.19.8",),
 }
+VARIABLE = "HELIXRT_ANY_VERSION"  # "1": a version that is too old is told, and not refused
 _NEED = re.compile(r"(?P<module>[\w.]+):(?P<path>[\w.]+)(?:\((?P<parameters>[\w, ]*)\))?")
 _told: set[PrivatePart] = set()  # whose line this process has logged
+_old: set[str] = set()  # packages of which the log says that they are too old
 _log = logging.getLogger(__name__)
 
 
@@ -192,14 +195,20 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def check_version(package: str) -> None:
-    """Raises ConfigError for a version that is too old. A package without metadata passes, such as a folder on the path."""
+    """Raises ConfigError for a version that is too old; with HELIXRT_ANY_VERSION=1 the log says once what may happen. A package
+    without metadata passes, such as a folder on the path."""
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
         return
     if (found := parse_version(version)) and found < LEAST[package]:
         least = ".".join(map(str, LEAST[package]))
-        raise ConfigError(package, version, f"must be {least} or newer; {_tested(package)}")
+        error = ConfigError(package, version, f"must be {least} or newer; {_tested(package)}")
+        if os.environ.get(VARIABLE) != "1":
+            raise error
+        if package not in _old:
+            _old.add(package)
+            _log.warning("%s. It runs on because of %s=1: errors and wrong results are to be expected", error, VARIABLE)
 
 
 def parts() -> dict[str, PrivatePart]:

@@ -2,7 +2,7 @@
 
 In: a module, arguments that are tensors or constants in any pytree. Out: the flat ATen graph of its forward and
 backward, as ahead-of-time autograd makes it from what Dynamo captures, with a typed `End` for every placeholder and
-output. Errors of either become `CaptureError`. Names that differ between torch 2.11 and 2.15 are looked for, never assumed;
+output. Errors of either become `CaptureError`. Names that differ between torch 2.13 and 2.15 are looked for, never assumed;
 where others are missing, the import of this module or `trace_joint` raises ConfigError. Dynamo runs in front because
 without it, mask building in `transformers` models branches on tensors.
 """
@@ -139,10 +139,8 @@ def quiet_dynamo(where: str) -> Iterator[list[str]]:
     aot_settings = {"functionalize_rng_ops": False}
     if hasattr(functorch_config, "backward_pass_autocast"):
         aot_settings["backward_pass_autocast"] = "off"  # type: ignore[assignment]
-    metrics = logging.getLogger("torch._dynamo.metrics_context")  # torch 2.11 fails to put `loggers` in its own log
     with (
         torch._dynamo.config.patch(settings),
-        silenced(metrics),
         functorch_config.patch(aot_settings),
         recorded_side_effects() as sources,
         warnings.catch_warnings(record=True) as raised,
@@ -201,15 +199,6 @@ def nothing_installed(module: nn.Module) -> Iterator[None]:
         for name in scope:
             if name.startswith("__compiled_fn_"):
                 scope[name] = None  # not deleted: that is up to Dynamo
-
-
-@contextlib.contextmanager
-def silenced(logger: logging.Logger) -> Iterator[None]:
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def input_end(desc: Any) -> End:

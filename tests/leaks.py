@@ -152,24 +152,27 @@ def is_of_inductor(left: Resource) -> bool:
     return any(thread.native_id == left.number for thread in module.AsyncCompile.pool()._threads)
 
 
+def is_of_openmp(left: Resource) -> bool:
+    """OpenMP, which torch uses inside operators, keeps its threads for later operators: they wait in its library."""
+    return bool(left.kind == "thread" and re.match(r"lib[gi]?omp", waits_in(left.number)))
+
+
 def is_of_profiler(left: Resource, first: set[int] = set()) -> bool:  # noqa: B006, of this process
     """kineto, which is in torch, starts one thread per process with the first profile, and gives it no name."""
-    if left.kind == "thread" and not thread_named(left.number) and name_of(left.number) == name_of(os.getpid()) and not first:
-        first.add(left.number)
+    if left.kind == "thread" and not first and not thread_named(left.number) and name_of(left.number) == name_of(os.getpid()):
+        first |= {left.number} if waits_in(left.number).startswith("libc.") else set()
     return left.number in first
 
 
-def is_of_openmp(left: Resource) -> bool:
-    """OpenMP, which torch uses inside operators, keeps its threads for later operators: they wait in its library."""
-    if left.kind != "thread":
-        return False
-    with suppress(OSError, ValueError):  # a thread that runs has no address
-        address = int(Path(f"/proc/self/task/{left.number}/syscall").read_text().split()[-1], 16)
+def waits_in(thread: int) -> str:
+    """The library from which a thread called the system; empty for one that runs."""
+    with suppress(OSError, ValueError):
+        address = int(Path(f"/proc/self/task/{thread}/syscall").read_text().split()[-1], 16)
         for line in Path("/proc/self/maps").read_text().splitlines():
             first, _, last = line.split()[0].partition("-")
             if int(first, 16) <= address < int(last, 16):
-                return bool(re.search(r"/lib[gi]?omp[^/]*$", line))
-    return False
+                return Path(line.split()[-1]).name
+    return ""
 
 
 def link_of(path: str) -> str:

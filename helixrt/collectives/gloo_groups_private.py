@@ -1,4 +1,4 @@
-"""Gloo groups with one worker thread each, on an address of ours; the private parts of torch (2.11 to 2.15) that this needs.
+"""Gloo groups with one worker thread each, on an address of ours; the private parts of torch (2.13 to 2.15) that this needs.
 
 In: an address of this machine, or nothing. Out: every Gloo group that torch.distributed makes from then on is made so.
 

@@ -2,7 +2,7 @@
 
 In: how many ranks there are to be. Out: a default process group of that size in this process, as its first rank, whose
 collectives do not communicate: graphs can be captured in it, and groups and device meshes made, but results of
-collectives mean nothing. The same in torch 2.11 to 2.15.
+collectives mean nothing. The same in torch 2.13 to 2.15.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one part of DTensor (torch 2.11 to 2.15) that is used here and is not public: placements of strided shards.
+"""The one part of DTensor (torch 2.13 to 2.15) that is used here and is not public: placements of strided shards.
 
 A strided shard of dimension `dim` over n ranks with `factor` f: the dimension is cut into f equal parts, each part into n, and
 a rank holds its piece of every part. FSDP2 makes them of dimensions that tensor parallelism has cut already (f: over how many

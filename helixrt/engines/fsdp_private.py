@@ -1,7 +1,6 @@
-"""State of a backward in FSDP2 (torch 2.11 to 2.15) that has no public call; the one file that uses its private parts.
+"""State of a backward in FSDP2 (torch 2.13 to 2.15) that has no public call; the one file that uses its private parts.
 
-- `_get_fsdp_state()._fsdp_param_groups`: the groups of parameters that are gathered and reduced together; in torch 2.11 there
-  is one, `_fsdp_param_group`;
+- `_get_fsdp_state()._fsdp_param_groups`: the groups of parameters that are gathered and reduced together;
 - a group's `post_backward()`, called once its gradients are computed, before they are reduced: replaced on the instance;
 - a parameter's `_unsharded_param`, `unsharded_accumulated_grad` and `sharded_param`;
 - a group's `reduce_grads`, which `set_requires_gradient_sync(False)` switches off.
@@ -16,8 +15,7 @@ from typing import Any
 
 import torch
 
-from helixrt.errors import ConfigError
-from helixrt.private_api import FSDP_BACKWARD, lacking, tell_once, unusable, usable
+from helixrt.private_api import FSDP_BACKWARD, tell_once, usable
 
 _GROUP = ("post_backward", "fsdp_params", "reduce_grads")  # what a group of parameters must have
 
@@ -28,26 +26,10 @@ def _groups(module: Any) -> list[Any] | None:
         return None
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None and hasattr(state, "_fsdp_param_group"):  # before torch 2.13
-        groups = [group for group in (state._fsdp_param_group,) if group is not None]
     if groups is None or not all(hasattr(group, name) for group in groups for name in _GROUP):
         tell_once(FSDP_BACKWARD, "has another FSDPState or FSDPParamGroup")
         return None
     return list(groups)
-
-
-def reduce_unused(module: Any) -> None:
-    """Have all ranks reduce the same tensors of this `FSDPModule`: zeros for a parameter without gradient. Before torch 2.13,
-    `watch_used` gives these. Raises ConfigError where there is no way."""
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-    elif _groups(module) is None:
-        raise _no_zeros()
-
-
-def _no_zeros() -> ConfigError:
-    why = "has no FSDPModule.set_reduce_scatter_unused_params, and another FSDPParamGroup"
-    return unusable(FSDP_BACKWARD, lacking(FSDP_BACKWARD) or why)
 
 
 def watch_used(module: Any, used: Callable[[torch.Tensor], None]) -> Callable[[], None]:
@@ -77,7 +59,6 @@ def _end_of(hooks: list[Any]) -> Callable[[], None]:
 
 def _post_backward(group: Any, used: Callable[[torch.Tensor], None]) -> Callable[..., None]:
     original = group.post_backward
-    zeros = hasattr(group, "reduce_scatter_unused_params")  # torch 2.13 and newer reduce zeros themselves
 
     def post_backward(*unused: Any) -> None:
         for parameter in group.fsdp_params:
@@ -86,8 +67,6 @@ def _post_backward(group: Any, used: Callable[[torch.Tensor], None]) -> Callable
                 continue
             if whole.grad is not None or parameter.unsharded_accumulated_grad is not None:
                 used(parameter.sharded_param)
-            elif not zeros and whole.requires_grad and group.reduce_grads:
-                whole.grad = torch.zeros_like(whole)
         original(*unused)
 
     return post_backward

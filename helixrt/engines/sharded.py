@@ -216,12 +216,12 @@ class ShardedModels:
         self._used: set[int] = set()
         self._modules = list(_fsdp_modules(registered.models))
         self._ends = []
-        from helixrt.engines.fsdp_private import reduce_unused, watch_used
+        from helixrt.engines.fsdp_private import watch_used
 
         for _, module in self._modules:
             module.set_force_sum_reduction_for_comms(True)  # else Gloo refuses the factor
             module.set_gradient_divide_factor(1.0)
-            reduce_unused(module)
+            module.set_reduce_scatter_unused_params(True, recurse=False)
             self._ends.append(watch_used(module, lambda parameter: self._used.add(id(parameter))))
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint (torch 2.11 to 2.15), without a process group: each rank writes its files, one the metadata.
+"""torch.distributed.checkpoint (torch 2.13 to 2.15), without a process group: each rank writes its files, one the metadata.
 
 In: tensors and objects with their keys. Out: files in DCP's format, and a `.metadata` over those of all ranks, which names them
 by their paths below its folder: `dcp.load`, `dcp_to_torch_save` and others read it as any checkpoint.

@@ -4,7 +4,7 @@ In: q [batch, heads, queries, head_dim], k and v [batch, heads, keys, head_dim].
 the logarithm of each softmax's denominator, and gradients, of these keys' part of a softmax over more keys (Dao et al.,
 FlashAttention, 2022, algorithms 2 and 4).
 
-By torch's fused operators on the processor and, in half precision, on CUDA; they are private in torch 2.11 to 2.15, since
+By torch's fused operators on the processor and, in half precision, on CUDA; they are private in torch 2.13 to 2.15, since
 `scaled_dot_product_attention` gives no denominators. Elsewhere, and where these operators have another shape, by matrix
 products that hold all scores at once.
 """

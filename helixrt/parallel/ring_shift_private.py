@@ -9,7 +9,7 @@ ranks would have different graphs; here these follow from the group. The operato
 collectives, because torch's compiler knows by the namespace what it may neither compute twice nor keep where it is not
 needed: it put an operator of another namespace into the graphs of forward and backward both.
 
-Private in torch 2.11 to 2.15: that namespace, how a group is found by its name, how a wait finds what it waits for, and how
+Private in torch 2.13 to 2.15: that namespace, how a group is found by its name, how a wait finds what it waits for, and how
 sends and receives are grouped. What is sent must stay in memory until the wait. Eager execution, captured graphs and
 `aot_eager` see to that; whole graphs compiled by Inductor do not, since it knows it of torch's own collectives alone.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-_ALIKE = ("HELIXRT_LOG", "HELIXRT_HUGE_PAGES", "HELIXRT_NATIVE_STACKS")
+_ALIKE = ("HELIXRT_LOG", "HELIXRT_HUGE_PAGES", "HELIXRT_NATIVE_STACKS", "HELIXRT_ANY_VERSION")
 _OF_MACHINES = ("NCCL_", "GLOO_", "TORCH_")  # what they begin with; a machine may have its own, such as an interface's name
 
 

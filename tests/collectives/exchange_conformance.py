@@ -111,6 +111,7 @@ class ExchangeConformance:
     def make(self, timeout_s: float = DEADLINE_S) -> Exchange:
         return make_exchange(self.kind, timeout_s)
 
+    @pytest.mark.system
     def test_processes_get_the_same_sums_and_all_notice_a_killed_member(self, store_address: str) -> None:
         size, context = 3, ranks_context()
         processes, pipes = [], []

@@ -327,6 +327,28 @@ def test_nothing_before_configure_and_nothing_left_behind() -> None:
     until(lambda: gc.collect() >= 0 and [reference() for reference in threads] == [None, None])
 
 
+def test_a_forgotten_communicator_that_its_own_thread_lets_go_of_last_closes_its_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, goes_on, turn = Group(2), threading.Event(), Communicator.background
+    entered, pollers = set(), [rank.communicator._poller for rank in group.ranks]
+
+    def hold(communicator: Communicator) -> Any:
+        entered.add(communicator.name)
+        goes_on.wait(DEADLINE_S)
+        return turn(communicator)
+
+    monkeypatch.setattr(Communicator, "background", hold)
+    for poller in pollers:
+        poller.wake()
+    until(lambda: len(entered) == 2)
+    group.pool.shutdown()
+    del group
+    gc.collect()
+    goes_on.set()
+    until(lambda: gc.collect() >= 0 and all(poller._epoll.closed for poller in pollers))
+
+
 @pytest.mark.parametrize("group", [2], indirect=True)
 def test_an_abort_while_configuring(group: Group) -> None:
     communicator = group.ranks[0].communicator

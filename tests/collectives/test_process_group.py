@@ -305,6 +305,7 @@ def test_every_collective_type_and_operation_gives_what_gloo_gives(ranks: Ranks)
         assert len(answer) == 1, answer
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("part", ["what_gloo_has_not", "close_to_gloo", "functional", "ddp", "fsdp", "dtensor", "subgroups"])
 def test_in_processes(ranks: Ranks, part: str) -> None:
     ranks.each(part)

@@ -50,6 +50,7 @@ def stopping_world(seed: int) -> StepWorld:
     return StepWorld(seed, 1 + seed % 4, 1 + seed // 4 % 2, 8, faults[seed // 8 % len(faults)])
 
 
+@pytest.mark.system
 def test_a_run_that_a_program_ends_early_ends_at_one_step_on_all_replicas(seed: int) -> None:
     """Whatever fails meanwhile, nothing follows the record that says so; unless the run is resumed."""
     sweep_all(SweepOf(stopping_world, ("stopped",), Violation), seed, 120, ("stopped",))
@@ -59,6 +60,7 @@ def reordering_world(seed: int) -> StepWorld:
     return StepWorld(seed, 2 + seed % 4, 1 + seed // 4 % 3, 6, SCHEDULES[seed // 12 % len(SCHEDULES)], orders=True)
 
 
+@pytest.mark.system
 def test_replicas_that_change_their_schedules_order_never_go_back_to_an_earlier_one(seed: int) -> None:
     """A restarted replica begins with the order that the newest record names for it, whatever failed."""
     sweep_all(SweepOf(reordering_world, ("switched", "crashes"), Violation), seed, 120, ("switched", "crashes"))
@@ -69,6 +71,7 @@ def skipping_world(seed: int) -> StepWorld:
     return StepWorld(seed, 2 + seed % 3, 1 + seed // 3 % 2, 6, faults[seed // 6 % len(faults)], skips=0.3)
 
 
+@pytest.mark.system
 def test_batches_that_are_not_computed_do_not_bring_back_gradients_of_an_update(seed: int) -> None:
     """No work begins after such an update, and others may supersede it."""
     hard_cases = ("superseded", "excluded", "not_applied", "fetches")

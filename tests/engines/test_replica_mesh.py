@@ -45,6 +45,7 @@ def _rank(rank: int, rendezvous: str, results: Any) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.system
 def test_groups_hold_the_ranks_that_differ_in_their_axes(tmp_path: Path) -> None:
     context = ranks_context()
     results: Any = context.Queue()

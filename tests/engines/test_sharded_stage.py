@@ -199,6 +199,7 @@ def answers(ask_ranks: Callable[..., Any]) -> Any:
     return ask_ranks(check, CASES)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_share_a_stage(answers: Any, name: str) -> None:
     answers.check(name)

@@ -165,6 +165,7 @@ def bound(rank: int, size: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.system
 def test_all_gloo_groups_listen_on_the_address_that_was_given() -> None:
     """Also those that torch makes out of the first, whatever name the machine has."""
     store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
@@ -60,6 +61,7 @@ def rank_main(rank: int, port: int, found: Any) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.system
 def test_a_rank_with_as_many_rows_as_any_pads_by_nothing() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = ranks_context().SimpleQueue()

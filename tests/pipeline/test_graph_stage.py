@@ -256,6 +256,7 @@ def train_shared_stages(policy: str) -> None:
         raise errors[0]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "policies", [["w"], pytest.param(["dualpipev", "zb-h1"], marks=pytest.mark.slow)], ids=["pairs", "B and W apart"]
 )

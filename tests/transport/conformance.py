@@ -115,6 +115,7 @@ class Endpoints:
 class StopConformance(Endpoints):
     """Of endpoints that notice a stopped process: by themselves, or with monitor processes."""
 
+    @pytest.mark.system
     def test_a_process_that_is_stopped(self, world: NewWorld, process: Callable[..., Process]) -> None:
         self.a_process_ends(world, process, "stopped", heartbeat_s=2.0)
 
@@ -122,6 +123,7 @@ class StopConformance(Endpoints):
 class PauseConformance(Endpoints):
     """Of endpoints for which a stopped process is not a lost one."""
 
+    @pytest.mark.system
     def test_a_process_that_is_stopped_and_goes_on(self, world: NewWorld, process: Callable[..., Process]) -> None:
         self.a_process_ends(world, process, "paused", heartbeat_s=0.5)
 
@@ -354,6 +356,7 @@ class TrafficConformance(Endpoints):
         back.check(Message(0, 2, 0, 0, 8 * MIB).content())
         three.exchange([Message(0, 1, 1, 0, MIB), Message(2, 0, 1, 0, 10)], random.Random(17))
 
+    @pytest.mark.system
     @pytest.mark.parametrize(("heartbeat_s", "held_s"), [(0.5, 2.5), pytest.param(1.0, 5.0, marks=pytest.mark.slow)])
     def test_a_process_that_holds_its_interpreter_lock_is_not_lost(
         self, world: NewWorld, process: Callable[..., Process], heartbeat_s: float, held_s: float
@@ -373,6 +376,7 @@ class TrafficConformance(Endpoints):
             assert here.ended(0) == []
             back.check(there.content())
 
+    @pytest.mark.system
     @pytest.mark.parametrize(
         "how",
         [

@@ -223,6 +223,7 @@ def with_its_monitor(secret: bytes, heartbeat_s: float | None) -> Endpoint:
     return endpoint
 
 
+@pytest.mark.system
 @pytest.mark.skipif(monitor.unsupported() is not None, reason=str(monitor.unsupported()))
 def test_the_cause_names_a_peer_that_its_monitor_reports_while_others_connect() -> None:
     other = Process(with_its_monitor, 1, 10, 0.5)

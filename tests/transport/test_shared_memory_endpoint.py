@@ -199,6 +199,7 @@ def test_process_memory_is_read_only_with_proof() -> None:
 # ---------------------------------------------------------------- waking
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("make", [direct, through_the_ring])
 def test_no_wake_up_is_lost(make: Callable[[bytes, float | None], Endpoint]) -> None:
     """Both ends sleep after every message, with no heartbeat that would wake them by and by."""
@@ -263,6 +264,7 @@ def _ping(make: Callable[[bytes, float | None], Endpoint], address: bytes, pipe:
 # ---------------------------------------------------------------- processes
 
 
+@pytest.mark.system
 def test_death_shows_although_a_child_inherited_the_socket() -> None:
     world = World(direct, 1, heartbeat_s=30.0)
     pipe = _Pipe()
@@ -393,6 +395,7 @@ def test_garbage_is_counted_and_disturbs_nobody(connected: bool, seed: int) -> N
     world.close()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("event", ["killed", "stopped", "it closes", "stopped before it comes"])
 def test_the_cause_names_the_peer_that_ended_and_not_one_that_gave_up(event: str) -> None:
     """While rank 2 has not come: rank 1, a process, is linked already, or comes as little."""
