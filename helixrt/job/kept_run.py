@@ -119,16 +119,22 @@ class Standing:
 
 @dataclass(frozen=True)
 class Absence:
-    """What happened while no driver was there, in seconds and steps; `still_s`: the longest time without a new record."""
+    """What happened while no driver was there, in seconds and steps; `still_s`: the longest time without a new record.
+
+    `noticed`: the keeper has noticed it. Else it was too short, and `first` and `still_s` are not known.
+    """
 
     away_s: float
     first: int
     last: int
     still_s: float
+    noticed: bool = True
 
     def told(self, ranks_live: bool) -> str:
         """For the console. `ranks_live`: some are there that hold the run's state."""
         outcome = "no step is lost" if ranks_live else "and have ended, so steps after the newest checkpoint may be done again"
+        if not self.noticed:
+            return f"{self.away_s:.1f} s without a driver; the ranks are at step {self.last}, {outcome}"
         return (
             f"{self.away_s:.1f} s without a driver; the ranks went from step {self.first} to step {self.last}, "
             f"{outcome}; longest time without progress {self.still_s:.1f} s"
@@ -174,7 +180,7 @@ def absence_of(store: RunStore, head: int, now_s: float) -> Absence:
     away_s = max(0.0, now_s - float(store.get(ALIVE_KEY) or now_s))
     told = store.get(UNATTENDED_KEY)
     if told is None:  # a driver was there a moment ago
-        return Absence(away_s, head, head, away_s)
+        return Absence(away_s, head, head, away_s, noticed=False)
     alone = Unattended.from_json(told)
     return Absence(away_s, min(alone.first, head), head, min(alone.still_s, away_s))
 

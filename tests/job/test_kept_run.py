@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -34,6 +35,7 @@ from helixrt.job.keeper_start import keeper_lives, kept_run, secret_of, start_ag
 from helixrt.job.kept_run import Absence, KeptServices, absence_of, living, standing_of
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
+    BEAT_S,
     DONE_KEY,
     ENDING_KEY,
     UNATTENDED_KEY,
@@ -61,6 +63,7 @@ from helixrt.replica.store import MemoryRunStore
 from helixrt.replica.store_client import DurableRunStore
 from helixrt.replica.variables import adopt
 from helixrt.replica.versions import versions
+from tests import programs
 from tests.waiting import until
 
 SCRIPT = Path(__file__).with_name("kept_script.py")
@@ -76,7 +79,7 @@ class Console:
     def __init__(self, folder: Path, name: str, *argv: str) -> None:
         self.output = folder / name
         with open(self.output, "w", encoding="utf-8") as log:
-            self.process = subprocess.Popen([sys.executable, *argv], stdout=log, stderr=subprocess.STDOUT)
+            self.process = programs.Popen([sys.executable, *argv], stdout=log, stderr=subprocess.STDOUT)
         self.begun.append(self.process)
 
     def said(self) -> str:
@@ -149,8 +152,8 @@ def test_ranks_train_on_without_a_driver_and_two_others_attach_in_turn(tmp_path:
     first = Console(tmp_path, "first.txt", str(SCRIPT), str(tmp_path))
     first.until(lambda: step(tmp_path) >= 5, "a few steps")
     first.kill()
-    alone = step(tmp_path)
-    until(lambda: step(tmp_path) >= alone + 10, "ten steps without a driver")
+    alone, noticed_s = step(tmp_path), time.monotonic() + 4 * BEAT_S
+    until(lambda: step(tmp_path) >= alone + 10 and time.monotonic() > noticed_s, "ten steps without a driver")
 
     second = Console(tmp_path, "second.txt", "-m", "helixrt.cli", "attach", str(tmp_path / "runs" / "latest"))
     second.until(lambda: "attached to run" in second.said(), "the second driver")
@@ -618,9 +621,9 @@ def test_the_absence_of_a_driver_is_told_with_the_longest_time_without_a_record(
     for step, at_s in enumerate((12.0, 18.0, 19.0), 3):
         progress.record(step, at_s)
     assert progress.unattended(20.0) == Unattended(2, 6.0) and progress.unattended(29.0) == Unattended(2, 10.0)
-    assert absence_of(store, 5, 121.0) == Absence(0.0, 5, 5, 0.0)
+    assert absence_of(store, 5, 121.0) == Absence(0.0, 5, 5, 0.0, noticed=False)
     store.set(ALIVE_KEY, "111.500")
-    assert absence_of(store, 5, 112.0) == Absence(0.5, 5, 5, 0.5)
+    assert absence_of(store, 5, 112.0) == Absence(0.5, 5, 5, 0.5, noticed=False)
     store.set(UNATTENDED_KEY, progress.unattended(20.0).to_json())
     found = absence_of(store, 5, 120.0)
     assert found == Absence(8.5, 2, 5, 6.0)
@@ -628,6 +631,8 @@ def test_the_absence_of_a_driver_is_told_with_the_longest_time_without_a_record(
     assert found.told(True) == told + "no step is lost; longest time without progress 6.0 s"
     ended = "and have ended, so steps after the newest checkpoint may be done again; longest time"
     assert found.told(False).startswith(told + ended)
+    short = replace(found, noticed=False).told(True)
+    assert short == "8.5 s without a driver; the ranks are at step 5, no step is lost"
 
 
 def test_runs_on_ray_have_a_keeper_by_default() -> None:
