@@ -88,6 +88,14 @@ def test_last():
     for process in kept[:1]:
         process.kill()
 """
+WARNED = """
+import pytest
+kept = []
+
+@pytest.mark.parametrize("mark", [pytest.param("it", marks=pytest.mark.notebook), "one behind it"])
+def test_only_warns(mark):
+    kept.append(open(__file__))
+"""
 LEFT = {
     "test_process": r"process \d+, child of \d+: .*time.sleep\(60\)",
     "test_zombie": r"process \d+, child of \d+: ended, not waited for",
@@ -102,16 +110,16 @@ LEFT = {
 
 
 @pytest.mark.system
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_what_a_test_leaves_fails_it_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(PLUGIN)
     (tmp_path / "test_cases.py").write_text(TESTS)
+    (tmp_path / "test_warned.py").write_text(WARNED)
     argv = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     said = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=200).stdout
     failed = dict(re.findall(r"_ ERROR at teardown of (\w+) _+\nleft behind by this test:\n  (.*)\n", said))
     try:
-        assert failed.keys() == LEFT.keys(), said
+        assert failed.keys() == LEFT.keys() and said.count("UserWarning: left behind by this test") == 2, said
         assert {name: failed[name] for name, pattern in LEFT.items() if not re.fullmatch(pattern, failed[name])} == {}
     finally:
         for pid in re.findall(r"process (\d+), .*time.sleep", said):
