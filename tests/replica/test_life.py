@@ -70,7 +70,7 @@ class Fabric:
 
 class MemoryMembership(Membership):
     def __init__(self, fabric: Fabric, replica: int) -> None:
-        self.fabric, self.replica = fabric, replica
+        self.fabric, self.replica, self.closed = fabric, replica, False
 
     def announce(self) -> None:
         with self.fabric.lock:
@@ -83,11 +83,13 @@ class MemoryMembership(Membership):
             self.fabric.joined[me.replica] = me
             self.fabric._form()
             self.fabric.lock.notify_all()
-            if not self.fabric.lock.wait_for(lambda: life in self.fabric.formed, timeout_s):
+            self.fabric.lock.wait_for(lambda: self.closed or life in self.fabric.formed, timeout_s)
+            if life not in self.fabric.formed:
                 raise Retryable("no quorum")
             return self.fabric.formed.pop(life)
 
     def close(self) -> None:
+        self.closed = True
         self.fabric.lose(self.replica)
 
 
@@ -221,7 +223,7 @@ class Replica:
         except BaseException as error:
             self.error = error
         finally:
-            self.world.fabric.lose(self.replica)
+            self.membership.close()
             self.leader.close()
 
     def _tell(self, command: RankCommand) -> None:
