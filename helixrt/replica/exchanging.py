@@ -7,6 +7,7 @@ exchanged when the newest work has handed it out.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -79,6 +80,9 @@ class ExchangeThread:
     def close(self) -> None:
         """End the thread; idempotent."""
         self._orders.put(None)
+        with self._changed:  # it may wait for a bucket that does not come any more
+            self._aborted = sys.maxsize
+            self._changed.notify_all()
         self._parts.exchange.abort()
         if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_S)

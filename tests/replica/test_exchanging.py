@@ -144,3 +144,11 @@ def test_each_bucket_has_an_event_of_its_own() -> None:
         one.done()
     found = [event.detail for event in events if event.kind is Kind.EXCHANGE_BUCKET]
     assert [(each["bucket"], each["buckets"], each["bytes"]) for each in found] == [(0, 3, 24), (1, 3, 20), (2, 3, 32)]
+
+
+def test_closing_ends_the_wait_for_a_bucket_that_does_not_come() -> None:
+    with exchanging(3) as one:
+        one.thread.order_work(1, 0)
+        one.thread.order(order())
+        one.thread.close()
+        assert isinstance(one.reports.get(timeout=DEADLINE_S), p.RankFailed) and not one.thread._thread.is_alive()
