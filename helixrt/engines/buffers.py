@@ -26,7 +26,6 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from helixrt.engines.registered import Registered, Stateful, qualified
 from helixrt.engines.samples import BITS
@@ -36,6 +35,7 @@ from helixrt.errors import Fatal, MisuseError
 Mode = Literal["mean", "first"]  # of a run's running statistics
 MODES = ("mean", "first", "per_replica")  # of a buffer
 LARGEST_INTEGER = 1 << 10
+_NORM = next(base for base in nn.BatchNorm1d.__mro__ if issubclass(nn.InstanceNorm1d, base))  # torch's own, with statistics
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _LARGEST_COPY = 1 << 16  # elements; constant buffers with more are compared by the sum of their bits
 _MOST_SLOT_BYTES = 256 << 20  # of values that travel once per replica
@@ -58,10 +58,6 @@ class _Buffer:
         return not (self.tensor.is_floating_point() or self.tensor.is_complex())
 
     @property
-    def comparable(self) -> bool:
-        return type(self.tensor) is torch.Tensor and self.tensor.is_floating_point()
-
-    @property
     def current(self) -> torch.Tensor | None:
         return getattr(self.owner, self.key, None)
 
@@ -71,8 +67,7 @@ class _Buffer:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """As an object whose state is per replica."""
-        assert self.current is not None
-        return {"values": self.current.detach()}
+        return {"values": getattr(self.owner, self.key).detach()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -111,7 +106,8 @@ class Buffers:
                 raise MisuseError(f"buffer {buffer.name} is complex: its mode can be 'per_replica' alone, not {buffer.mode!r}")
             if buffer.mode == "mean" and buffer.integer:
                 buffer.mode = "max"
-            if not buffer.mode and changing is None and buffer.comparable:
+            comparable = type(buffer.tensor) is torch.Tensor and buffer.tensor.is_floating_point()
+            if not buffer.mode and changing is None and comparable:
                 buffer.seen = _seen(buffer.tensor).clone()
         self._own = [buffer for buffer in every if buffer.mode == "per_replica"]
         self._constant = [buffer for buffer in every if not buffer.mode]
@@ -314,7 +310,7 @@ class Buffers:
 
 def is_statistic(owner: nn.Module, key: str) -> bool:
     """Whether this buffer is a running statistic of one of torch's own modules, or of a class derived from one."""
-    return isinstance(owner, _NormBase) and key in _STATISTICS
+    return isinstance(owner, _NORM) and key in _STATISTICS
 
 
 def modes_of(given: Mapping[str, str], names: Sequence[str], must_match: bool = True) -> dict[str, str]:
