@@ -18,8 +18,7 @@ from helixrt.engines.registered import Registered
 
 @contextmanager
 def evaluating(registered: Registered, buffers: Buffers) -> Iterator[None]:
-    """Behind it the training mode of every module is what it was, running buffers have their committed values, and those of the
-    replica alone what they had."""
+    """Behind it every module's training mode, and every buffer that a forward may change, is what it was."""
     own = [(buffer, copy.deepcopy(buffer.state_dict())) for buffer in buffers.per_replica.values()]
     with _kept_modes(registered.models.values()):
         try:

@@ -384,10 +384,9 @@ class Session(RankPlace):
             self._host.validation(order, measured)
 
     def _own_state(self, stream: StreamSettings, until: int) -> PerReplicaState:
-        every, checkpoints = self.settings.loader_every, self.settings.checkpoint_every
+        every, between = self.settings.loader_every, self.settings.checkpoint_every
         states, saved = published(stream.name, self._host.store, self._host.folder, self._say)
-        due = lambda step: is_due(step, checkpoints, until)  # noqa: E731
-        return PerReplicaState(self._per_replica, states, saved, every, due, self._say)
+        return PerReplicaState(self._per_replica, states, saved, every, lambda step: is_due(step, between, until), self._say)
 
     def _after(self, accumulate: int) -> int | None:
         """The position behind the newest step, if it was committed."""

@@ -164,12 +164,15 @@ def test_a_buffer_that_forward_changes_is_refused_in_its_first_step_unless_its_m
 
 
 @pytest.mark.parametrize("name", ["large", "scratch", "constant", "index"])
-def test_a_buffer_without_a_mode_is_found_in_its_first_step_when_it_changes_through_its_data(loops: Any, name: str) -> None:
+@pytest.mark.parametrize("first", [0, -1])
+def test_a_buffer_without_a_mode_is_found_in_its_first_step_when_it_changes_through_its_data(
+    loops: Any, name: str, first: int
+) -> None:
     """As code that keeps a codebook does (`self.embed.data.mul_(decay)`): it counts no version."""
     model, engine = counting()
     one_step(loops, model, engine)
     with pytest.raises(MisuseError, match=REFUSED.format(name)):
-        one_step(loops, model, engine, lambda: getattr(model, name).data[-1:].add_(1))
+        one_step(loops, model, engine, lambda: getattr(model, name).data[first:].add_(1))
 
 
 class OwnNorm(nn.Module):
