@@ -23,7 +23,7 @@ from helixrt.compile.microbatches import Batch
 from helixrt.compile.train_step import TrainStep
 from helixrt.compile.watch import Watch
 from helixrt.compile.whole_model import Times, WholeModel, shapes_of
-from helixrt.engines.buffers import Mode
+from helixrt.engines.buffers import Mode, is_statistic, modes_of
 from helixrt.engines.captured_context import IGNORED, ContextCut, has_ignored
 from helixrt.engines.captured_engine import CAPTURE_S, Busy, CapturedEngine, CapturedParts
 from helixrt.engines.captured_tensor import (
@@ -190,6 +190,8 @@ class CapturedModel(PipelinedModel):
                 raise MisuseError(
                     f"{name} was {what} after session.parallelize, which has captured the model's gradients: do so before it"
                 )
+        everywhere = places(self._compiled, self._options.loss)
+        modes_of(registered.buffers, [name for name, place in everywhere.items() if not place.is_parameter])
         mine = self._mine(self._cut)
         self._engine = engine = CapturedEngine(
             CapturedParts(
@@ -210,6 +212,7 @@ class CapturedModel(PipelinedModel):
                 replicas=replicas,
                 seed=seed,
                 buffers=buffers,
+                statistics=[name for name, place in everywhere.items() if is_statistic(place.owner, place.key)],
                 shapes=self._options.shapes,
                 busy=self._busy,
                 mesh=self.place.mesh,

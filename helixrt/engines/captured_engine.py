@@ -13,7 +13,7 @@ which is handed out last; at commit the sum of gradients is divided by the sum o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,9 +63,10 @@ _EVALUATION = -1  # in place of a batch's position
 class CapturedParts:
     """`cut` is the whole model's, for batches like `example`; `holders` are modules with the parameters of this stage's chunks
     by number, `lasting` all parameters and buffers that these take in. `cut_for(batch, training)` gives the cut for batches of
-    other shapes, or in evaluation mode, at the same places; `shapes` is for how many shapes graphs are kept. `forms`: how
-    gradients lie on the ranks of `mesh` that share the stage. `device`: that of the parameters, which the graphs run on. The
-    other fields are those of `PipelineParts`."""
+    other shapes, or in evaluation mode, at the same places; `shapes` is for how many shapes graphs are kept. `statistics`:
+    names of running statistics of torch's own modules in the model. `forms`: how gradients lie on the ranks of `mesh` that
+    share the stage. `device`: that of the parameters, which the graphs run on. The other fields are those of
+    `PipelineParts`."""
 
     cut: CutModel
     example: Batch
@@ -85,6 +86,7 @@ class CapturedParts:
     replicas: int = 1
     seed: int = 0
     buffers: BufferMode = "mean"
+    statistics: Collection[str] = ()
     shapes: int = 8
     busy: Busy = lambda doing, limit_s: nullcontext()
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
@@ -96,12 +98,13 @@ class CapturedParts:
         """Those of this stage."""
         return {number: cut.chunks[number] for number in self.holders}
 
-    def changing(self) -> list[str]:
-        """The buffers of this stage that a forward changes, by their names among the registered ones."""
+    def changing(self) -> dict[str, bool]:
+        """The buffers of this stage that a forward changes, by their names among the registered ones, and whether they are
+        running statistics."""
         names = {name for chunk in self.chunks(self.cut).values() for name in chunk.changed}
-        changed = {id(self.lasting[Port(Role.BUFFER, name)]) for name in names}
-        models = self.registered.models.items()
-        return [qualified(key, name) for key, model in models for name, each in model.named_buffers() if id(each) in changed]
+        known = {id(self.lasting[Port(Role.BUFFER, name)]): name in self.statistics for name in names}
+        buffers = ((qualified(key, name), id(b)) for key, m in self.registered.models.items() for name, b in m.named_buffers())
+        return {name: known[identity] for name, identity in buffers if identity in known}
 
 
 def boundaries(cut: CutModel) -> list[torch.Tensor]:

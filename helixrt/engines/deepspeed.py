@@ -46,9 +46,9 @@ class DeepSpeedEngine(Engine):
     """Trains with a DeepSpeed engine. All calls come from one thread, but for `state`'s tensors, `buckets` and `ready`.
 
     `group`: the ranks of this replica, over which the engine partitions; all of them make the same calls in the same order.
-    `running_buffers` and the settings are those of `ModuleEngine`. Its gradients are means over the ranks and micro-batches of
-    a replica, times `accumulate`, how many micro-batches it was configured for. `marks` stands in for the device's events in
-    tests.
+    `modes` are those of buffers (`Registered`), the settings those of `ModuleEngine`. Its gradients are means over the ranks
+    and micro-batches of a replica, times `accumulate`, how many micro-batches it was configured for. `marks` stands in for the
+    device's events in tests.
 
     Raises MisuseError for what cannot be trained, ConfigError for a setting of DeepSpeed's; `backward`, `end`, `apply` and
     `load` raise what DeepSpeed's collectives raise when another rank of the replica is lost.
@@ -64,12 +64,12 @@ class DeepSpeedEngine(Engine):
         seed: int = 0,
         policy: Policy | None = None,
         buffers: Mode = "mean",
-        running_buffers: Sequence[str] = (),
+        modes: Mapping[str, str] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         marks: StreamMarks | None = None,
     ) -> None:
         check_engine(engine, group.size)
-        registered = Registered.of(engine.module, running_buffers=running_buffers)
+        registered = Registered.of(engine.module, buffers=modes)
         registered.check()
         self.engine, self.policy, self.accumulate = engine, policy or Policy(), engine.gradient_accumulation_steps()
         self._group, self._replica, self._replicas, self._seed = group, replica, replicas, seed
@@ -80,6 +80,7 @@ class DeepSpeedEngine(Engine):
         self._flats = [torch.zeros(size, dtype=torch.float32, device=device) for size in self._partitions.sizes]
         self._gradients = [part for flat in self._flats for part in flat.split(max(1, bucket_bytes // 4))]
         self._buffers = Buffers(registered, buffers, replica, replicas, group.size)
+        self.per_replica = self._buffers.per_replica
         self._book = ExchangeBook(0, self._buffers, device, group)
         self._buckets = [*self._book.tensors, *self._gradients]
         self._marks = marks or marks_for({device})

@@ -6,6 +6,7 @@ updates, or a model that it leaves in evaluation mode, would make this replica t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -17,12 +18,15 @@ from helixrt.engines.registered import Registered
 
 @contextmanager
 def evaluating(registered: Registered, buffers: Buffers) -> Iterator[None]:
-    """Behind it the training mode of every module is what it was, and running buffers have their committed values."""
+    """Behind it every module's training mode, and every buffer that a forward may change, is what it was."""
+    own = [(buffer, copy.deepcopy(buffer.state_dict())) for buffer in buffers.per_replica.values()]
     with _kept_modes(registered.models.values()):
         try:
             yield
         finally:
             buffers.discard()
+            for buffer, state in own:
+                buffer.load_state_dict(state)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def check_weight(weight: float | torch.Tensor | None) -> None:
 class ExchangeBook:
     def __init__(self, parameters: int, buffers: Buffers, device: torch.device, group: InnerGroup | None = None) -> None:
         self._parameters, self._buffers, self._device, self._group = parameters, buffers, device, group
-        self._room = _HEAD + parameters + buffers.running
+        self._room = _HEAD + parameters + buffers.marks
         self.tensors = [torch.zeros(self._room + buffers.float_room, dtype=torch.float64, device=device)]
         if buffers.integer_room:
             self.tensors.append(torch.zeros(buffers.integer_room, dtype=torch.int64, device=device))
@@ -124,7 +124,7 @@ class ExchangeBook:
 
     def _fill_buffers(self) -> None:
         book = self.tensors[0]
-        if self._buffers.running:
+        if self._buffers.marks:
             book[_HEAD + self._parameters : self._room] = self._buffers.changed(self._device)
             for room in (book[self._room :], *self.tensors[1:]):
                 room.zero_()
@@ -136,7 +136,7 @@ class ExchangeBook:
         torch.sum(torch.stack([part[: self._room] for part in parts]), 0, out=book[: self._room])
         book[self._room :] = self._buffers.united([part[self._room :] for part in parts])
         if len(self.tensors) > 1:
-            self.tensors[1].copy_(torch.stack(group.gather(self.tensors[1])).amax(0))
+            self.tensors[1].copy_(self._buffers.united_integers(group.gather(self.tensors[1])))
         self._weight, self._more_weight = 0.0, book[0].clone()
         self._loss = torch.where(book[2] > 0, torch.full_like(book[1], math.nan), book[1])
 

@@ -54,7 +54,7 @@ _WATCHED = 3  # updates in which random numbers are looked for: who draws some d
 class ModuleEngine(Engine):
     """Trains what is registered. All calls come from one thread, but for `state`'s tensors, `buckets` and `ready`.
 
-    `replica` of `replicas` configured ones, `seed` of the run; `buffers`: how running buffers of contributors are united
+    `replica` of `replicas` configured ones, `seed` of the run; `buffers`: how running statistics of contributors are united
     ("mean" or "first"); `compute_dtype`: float32, or bfloat16 for forward and loss under autocast, with parameters, gradients
     and optimizer state as they were registered (of sharded models FSDP2's mixed precision decides instead). `group`: the ranks
     of this replica over which the models are sharded, and `tensor`: those over which a plan has cut them; all of them make the
@@ -101,6 +101,7 @@ class ModuleEngine(Engine):
         sums = None if tensor is None else TensorGradients(trained, tensor)
         self._gradients = FlatGradients(trained, bucket_bytes, self._marks, sums, group is not None)
         self._buffers = Buffers(registered, buffers, replica, replicas, 1 if group is None else group.size)
+        self.per_replica = self._buffers.per_replica
         self._book = ExchangeBook(len(trained), self._buffers, self._device, group)
         self._buckets = [*self._book.tensors, *self._gradients.flat]
         self._state = ReplicatedState(registered, self._buffers)

@@ -103,7 +103,8 @@ class PipelineEngine(BatchEngine):
         check_registered(self.registered, [parameter for _, parameter in self._buckets.named])
         mode = parts.buffers or "mean"
         self._constants = Buffers(self.registered, mode, parts.replica, parts.replicas, changing=parts.changing)
-        if self._constants.running and parts.buffers is None:
+        self.per_replica = self._constants.per_replica
+        if parts.buffers is None and self._constants.float_room + self._constants.integer_room:
             raise MisuseError(BUFFERS_RULE)
         groups = self._ranks.sum_groups(self._layouts)
         self._sums = BucketSums(self._buckets.flat, groups, self._computed, self._marks.wait)
@@ -115,7 +116,7 @@ class PipelineEngine(BatchEngine):
         self._sharded: ShardedStage | None = None
         if self._shards > 1:
             self._sharded = ShardedStage(self.registered, parts.mesh.inner("dp_shard"), layouts)
-        self._unchanged = Unchanged(self.registered)
+        self._unchanged = Unchanged(self.registered, self._constants.constant)
         self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
         last, modules = schedule.chunks - 1, self.modules.items()
         self._chunks = {n: StageChunk(module, parts.loss if n == last else None, first=n == 0) for n, module in modules}
@@ -269,6 +270,8 @@ class PipelineEngine(BatchEngine):
             self._executor.times.write_passed()
         self._unchanged.check()
         self._constants.check()
+        if self._parts.buffers is None:  # there is no exchange that tells
+            self._constants.check_values(self._constants.changed(self.device).tolist())
         return WorkResult(self._loss, 1 if self.batches is None else self.batches.items)
 
     def _forward_pass(

@@ -39,8 +39,8 @@ GRAPHS = ("auto", "always", "never")
 PROFILES = ("auto", "measure", "estimate")  # see passes.profile.Mode
 BUCKET_BYTES = 1 << 22
 BUFFERS_RULE = (
-    "modules of a pipeline cannot have persistent buffers: what a forward changes is not summed over the replicas. Register a "
-    "buffer that no forward changes with persistent=False"
+    "parts of helixrt.Stages cannot have running statistics, persistent integer buffers, or buffers with the mode mean or "
+    "first: what a forward changes is not exchanged. Register an integer buffer that no forward changes with persistent=False"
 )
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, cut into micro-batches along dimension 0
@@ -67,16 +67,15 @@ class PipelineParts:
     mean over a micro-batch; `example` is one micro-batch, of any values; `boundary`: a tensor like what travels between
     chunks, or one for each two neighbours in order. `batches`: for `run`, which finds its batches itself; a user's loop
     calls `train` instead. `tied`: the name of a parameter of which the first and the last chunk have a copy each, "" if
-    there is none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward
-    changes, where that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a
-    single stage. `channels` lead to the other stages, and are closed with the engine; None: over `group`. `mesh` is that of
-    the whole replica, and `layouts` declares for a chunk the placement of its parameters on the ranks that share the stage,
-    `names` what parameters and buffers of a chunk are called in the whole model (None: as they are registered). A schedule that
-    moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise.
-    `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may
-    change the schedule; then all run by graphs, which give the same bits. `autocast`: the type that forwards and loss compute
-    in, under autocast; None: that of the parameters. `device`: that of the parameters, where the stage computes; `example` and
-    `boundary` are there too. Batches may come from elsewhere.
+    there is none; or, by their names, the chunks that have copies of parameters. `changing`: see `Buffers`. `group` holds the
+    replica's pipeline ranks, ordered by stage (Gloo); None for a single stage. `channels` lead to the other stages, and are
+    closed with the engine; None: over `group`. `mesh` is that of the whole replica, and `layouts` declares for a chunk the
+    placement of its parameters on the ranks that share the stage, `names` what parameters and buffers of a chunk are called in
+    the whole model (None: as they are registered). A schedule that moves W or has pairs runs by graphs of the chunks, others by
+    autograd; `graphs`, one of GRAPHS, may say otherwise. `profile`, one of PROFILES: how the times are found by which pairs
+    that communicate are woven. With `adaptation` the job may change the schedule; then all run by graphs, which give the same
+    bits. `autocast`: the type that forwards and loss compute in, under autocast; None: that of the parameters. `device`: that
+    of the parameters, where the stage computes; `example` and `boundary` are there too. Batches may come from elsewhere.
     """
 
     modules: Mapping[int, nn.Module]
@@ -91,7 +90,7 @@ class PipelineParts:
     batches: Batches | None = None
     bucket_bytes: int = BUCKET_BYTES
     tied: str | Mapping[str, Sequence[int]] = ""
-    changing: Collection[str] | None = None
+    changing: Mapping[str, bool] | None = None
     buffers: Mode | None = None  # how those of contributors are united; None: a forward may change none
     graphs: str = "auto"
     profile: str = "auto"

@@ -34,7 +34,7 @@ class Registered:
     """Names matter: state is stored under them. With one model its name is "" and parameters have the model's own names.
 
     `scaler`: a `torch.amp.GradScaler`; the engine scales losses with it. `extra`: other replicated state, such as an EMA.
-    `running_buffers`: names of buffers that a forward may change, besides those found by rule (see `engines.buffers`).
+    `buffers`: modes of buffers that a forward may change, by name or pattern (see `engines.buffers`).
     """
 
     models: Mapping[str, nn.Module]
@@ -43,7 +43,7 @@ class Registered:
     scaler: Any = None
     extra: Mapping[str, Stateful] = field(default_factory=dict)
     clip_norm: float | None = None
-    running_buffers: Sequence[str] = ()
+    buffers: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -54,13 +54,12 @@ class Registered:
         scaler: Any = None,
         extra: Mapping[str, Stateful] | None = None,
         clip_norm: float | None = None,
-        running_buffers: Sequence[str] = (),
+        buffers: Mapping[str, str] | None = None,
     ) -> Registered:
         """From one model or several by name, and optimizers and schedulers by name or numbered from 0."""
         models = dict(model) if isinstance(model, Mapping) else {"": model}
-        return Registered(
-            models, _numbered(optimizers), _numbered(schedulers), scaler, dict(extra or {}), clip_norm, tuple(running_buffers)
-        )
+        optimizers, schedulers = _numbered(optimizers), _numbered(schedulers)
+        return Registered(models, optimizers, schedulers, scaler, dict(extra or {}), clip_norm, dict(buffers or {}))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters in the models' order, each once, under its first name."""

@@ -130,11 +130,11 @@ def _entries(model: nn.Module, plan: Mapping[str, Any], must_match: bool = True)
     for pattern, style in plan.items():
         if not isinstance(style, str | ParallelStyle):
             raise MisuseError(f"the plan has {style!r} for {pattern}; a style is a name or a ParallelStyle of torch")
-        names = [name for name in modules if name and _matches(name, pattern)]
+        names = [name for name in modules if name and matches(name, pattern)]
         for name in names:
             found[name] = _Entry(name, modules[name], "", style)
         if not names:
-            names = [name for name in parameters if _matches(name, pattern)]
+            names = [name for name in parameters if matches(name, pattern)]
             for name in names:
                 if not isinstance(style, str):
                     raise MisuseError(f"the plan has {style!r} for the parameter {name}; give it for its module")
@@ -145,7 +145,8 @@ def _entries(model: nn.Module, plan: Mapping[str, Any], must_match: bool = True)
     return list(found.values())
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether each part of the name between dots matches that of the pattern."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 

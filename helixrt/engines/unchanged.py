@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from helixrt.engines.buffers import without_mode
 from helixrt.engines.registered import Registered, qualified
 from helixrt.engines.samples import Samples
 from helixrt.engines.sharded import local, versions
@@ -128,10 +129,7 @@ class Unchanged:
 
     def _check_buffer(self, changed: str | None) -> None:
         if changed is not None:
-            raise MisuseError(
-                f"buffer {changed} was changed, through its `data`. It does not travel between replicas, because it is not "
-                f"persistent or is large: name it in register(running_buffers=[{changed!r}])"
-            )
+            raise MisuseError(without_mode(changed))
 
     def _name(self, tensor: torch.Tensor) -> str:
         """Of a tensor of optimizers or other state."""

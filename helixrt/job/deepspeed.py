@@ -7,7 +7,7 @@ that trains it; `engine.backward` and `engine.step` then stand for those of the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def deepspeed_engine(
     device: torch.device,
     connect: Callable[[], InnerGroup],
     given: Any,
-    running_buffers: Sequence[str],
+    buffers: Mapping[str, str] | None,
 ) -> tuple[Any, DeepSpeedEngine]:
     """See `Session.deepspeed`. `connect` gives the dp_shard ranks of this replica, connected."""
     check_version("deepspeed")
@@ -54,7 +54,7 @@ def deepspeed_engine(
         seed=settings.drawn_seed,
         policy=Policy(settings.lr_policy),  # type: ignore[arg-type]
         buffers=settings.buffers,  # type: ignore[arg-type]
-        running_buffers=running_buffers,
+        modes=buffers,
     )
     if (on := trained.device.type) != device.type:
         raise MisuseError(

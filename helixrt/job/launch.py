@@ -74,7 +74,7 @@ class RunOptions:
     loader_every: int = 100
     """Batches between two published states of the data loader."""
     buffers: str = "mean"
-    """How running buffers of contributors are united: `mean` | `first`."""
+    """How running statistics (of batch normalization) of contributors are united: `mean` | `first`."""
     membership: str = "auto"
     """What decides which replicas take part: `torchft` | `store` | `auto` (torchft where it is installed)."""
     start: str = "auto"

@@ -1,5 +1,5 @@
-"""State of one replica alone: what the user registers with `per_replica=`, such as a buffer that carries over from batch to
-batch.
+"""State of one replica alone: what the user registers with `per_replica=`, such as a state that carries over from batch to
+batch, and buffers with the mode "per_replica".
 
 In: named objects with `state_dict` and `load_state_dict`; before each step, the position of its first batch. Out: the objects
 with the state that belongs to that position. It is never fetched from another replica (DESIGN.md, "State has three kinds"):
@@ -15,14 +15,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from helixrt.engines.registered import Stateful
 from helixrt.errors import MisuseError
-from helixrt.job.loader_states import LoaderStates, packed
+from helixrt.job.loader_states import KEPT, LoaderStates, packed
+from helixrt.replica.contracts import RunStore
 
 SAVED = 16  # states of the newest checkpoints; more than a run keeps complete ones, since an attempt at one may fail
 _KEPT = 4  # states in memory, of the newest steps: a record is superseded by few
+
+
+def published(
+    stream: str, store: RunStore, folder: Path | None, say: Callable[[str], None]
+) -> tuple[LoaderStates, LoaderStates]:
+    """Where the states of a stream are, and those of checkpoints."""
+    what, effect = "what is registered per replica", "a replica that starts again begins it anew"
+    names = {f"{stream}/per_replica": KEPT, f"{stream}/per_replica/saved": SAVED}
+    newest, saved = (LoaderStates(store, name, say, folder, what, effect, keep) for name, keep in names.items())
+    return newest, saved
 
 
 class PerReplicaState:

@@ -97,6 +97,9 @@ class Placement:
         """What trains the registered objects; `model` as the user gave it. Raises MisuseError for what cannot be trained."""
         given = self._settings
         policy = Policy(given.lr_policy)  # type: ignore[arg-type]
+        if "per_replica" in registered.buffers.values() and given.mesh.pp * given.mesh.cp * given.mesh.tp > 1:
+            rule = "ranks that share a data stream would keep it under one name; take a mesh of replicas and dp_shard alone"
+            raise MisuseError(f'a buffer cannot be "per_replica" with pp, cp or tp above 1: {rule}')
         if isinstance(model, PipelinedModel):
             return model.engine(
                 registered,

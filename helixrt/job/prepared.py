@@ -7,7 +7,7 @@ raises a `MisuseError` that says what to call instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    session: Session, things: Sequence[Any], *, until: int, accumulate: int, clip_norm: float | None
+    session: Session,
+    things: Sequence[Any],
+    *,
+    until: int,
+    accumulate: int,
+    clip_norm: float | None,
+    buffers: Mapping[str, str] | None,
 ) -> tuple[Any, ...]:
     """See `Session.prepare`."""
     for axis, size in asdict(session.settings.mesh).items():
@@ -51,6 +57,7 @@ def prepare(
         optimizers,
         schedulers,
         clip_norm=clip_norm,
+        buffers=buffers,
     )
     loop = Loop(session, loader, optimizers, schedulers, until, accumulate)
     stand_ins: dict[str, Iterator[Any]] = {

@@ -126,7 +126,7 @@ def deals_of(mesh: MeshConfig, folder: Path, record: CommitRecord) -> tuple[Deal
         loader = "its loader" if agreed is None else agreed.get("loader", "its loader")
         raise ConfigError(key, value, f"{loader} has no session.sampler, whose ids can be dealt over other streams; {instead}")
     if any((folder / "streams").glob("*.per_replica")):
-        raise ConfigError(key, value, f"what is registered with per_replica= belongs to the streams of before; {instead}")
+        raise ConfigError(key, value, f"per_replica= state and buffers belong to the streams of before; {instead}")
     deal = Deal(
         tuple(record.positions.get(replica, 0) for replica in range(replicas)),
         shards,

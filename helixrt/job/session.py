@@ -39,8 +39,7 @@ from helixrt.job.checkpoint import is_due
 from helixrt.job.deepspeed import deepspeed_engine, wrap_calls
 from helixrt.job.evaluation import Evaluation, Part, PartSums
 from helixrt.job.loader_checks import check_last_batches, reads_all_items
-from helixrt.job.loader_states import LoaderStates
-from helixrt.job.per_replica import SAVED, PerReplicaState
+from helixrt.job.per_replica import PerReplicaState, published
 from helixrt.job.placement import Placement
 from helixrt.job.prepared import prepare
 from helixrt.job.rank_place import RankPlace
@@ -160,7 +159,7 @@ class Session(RankPlace):
         clip_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         extra: Mapping[str, Stateful] | None = None,
-        running_buffers: Sequence[str] = (),
+        buffers: Mapping[str, str] | None = None,
         per_replica: Mapping[str, Stateful] | None = None,
     ) -> None:
         """Register what is trained: all objects that the update changes. They are equal on all replicas, bit for bit.
@@ -168,7 +167,10 @@ class Session(RankPlace):
         `model`: one module, or several by name. `optimizers`, `schedulers`: in the order in which the update steps them.
         `clip_norm`: gradients are scaled down to this norm, taken over all parameters. `scaler`: a `torch.amp.GradScaler`;
         losses are scaled with it. `extra`: other objects with `state_dict` and `load_state_dict` that the update changes, such
-        as an average of the weights. `running_buffers`: names of large or non-persistent buffers that a forward changes.
+        as an average of the weights. `buffers`: what becomes of a buffer that a forward changes, over the replicas: "mean" (of
+        integers the maximum), "first" (the value of the lowest contributor) or "per_replica" (each rank has its own, as objects
+        in `per_replica`). In a name `*` stands for any one part between dots. Without it running statistics of torch's own
+        modules are united as `RunOptions(buffers=)` says, small persistent integers by their maximum; others may not change.
         `per_replica`: objects with the same two methods that the loop changes, and not the update: each replica has its own. A
         step whose work was dropped begins again with the state that it had; a replica that starts again takes the newest
         published state at or before its position. Call it once, after the models are on their device. Raises MisuseError for
@@ -184,13 +186,17 @@ class Session(RankPlace):
             clip_norm=clip_norm,
             scaler=scaler,
             extra=extra,
-            running_buffers=running_buffers,
+            buffers=buffers,
         )
-        self._per_replica = dict(per_replica or {})
         self._engine = self._placement.engine(registered, model)
+        self._per_replica = {**(per_replica or {}), **self._engine.per_replica}
 
     def deepspeed(
-        self, engine: Any, *, running_buffers: Sequence[str] = (), per_replica: Mapping[str, Stateful] | None = None
+        self,
+        engine: Any,
+        *,
+        buffers: Mapping[str, str] | None = None,
+        per_replica: Mapping[str, Stateful] | None = None,
     ) -> Any:
         """Train with a DeepSpeed engine in each replica, in place of `parallelize` and `register`; gives the engine back.
 
@@ -206,8 +212,8 @@ class Session(RankPlace):
         """
         if self._engine is not None:
             raise MisuseError("session.deepspeed comes once, in place of session.register")
-        made, self._engine = deepspeed_engine(self.settings, self.device, self._placement.shard_group, engine, running_buffers)
-        self._per_replica = dict(per_replica or {})
+        made, self._engine = deepspeed_engine(self.settings, self.device, self._placement.shard_group, engine, buffers)
+        self._per_replica = {**(per_replica or {}), **self._engine.per_replica}
         wrap_calls(made, lambda: self._step)
         return made
 
@@ -306,7 +312,14 @@ class Session(RankPlace):
         finally:
             stream.close()
 
-    def prepare(self, *things: Any, until: int, accumulate: int = 1, clip_norm: float | None = None) -> tuple[Any, ...]:
+    def prepare(
+        self,
+        *things: Any,
+        until: int,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        buffers: Mapping[str, str] | None = None,
+    ) -> tuple[Any, ...]:
         """For an existing loop: registers the models, optimizers and schedulers among `things`, and gives them back
         in the same order, with stand-ins for the optimizers, the schedulers and the one loader:
 
@@ -318,13 +331,14 @@ class Session(RankPlace):
         (`committed` is False then). `optimizer.step()` after every `accumulate`-th backward is the exchange, the agreement and
         the update of all optimizers, which clips to `clip_norm` and steps the schedulers; before it, `step()` and `zero_grad()`
         do nothing. `scheduler.step()` only checks that it is called once for each `optimizer.step()`. Each backward counts 1:
-        mean losses are averaged over micro-batches and replicas, so do not divide them by `accumulate`.
+        mean losses are averaged over micro-batches and replicas, so do not divide them by `accumulate`. `buffers` as in
+        `register`.
 
         Models are moved to this rank's device and keep their parameters. Raises ConfigError for a mesh with more than one rank
         in a replica; MisuseError for what is none of the four kinds, or has no or several loaders, and in the loop for each
         wrong order of calls.
         """
-        return prepare(self, things, until=until, accumulate=accumulate, clip_norm=clip_norm)
+        return prepare(self, things, until=until, accumulate=accumulate, clip_norm=clip_norm, buffers=buffers)
 
     def log(self, values: Mapping[str, Number]) -> None:
         """Record figures of the step that was committed last: numbers, or tensors with one element, which are read here. Of a
@@ -370,14 +384,9 @@ class Session(RankPlace):
             self._host.validation(order, measured)
 
     def _own_state(self, stream: StreamSettings, until: int) -> PerReplicaState:
-        every, checkpoints = self.settings.loader_every, self.settings.checkpoint_every
-        name, effect = f"{stream.name}/per_replica", "a replica that starts again begins it anew"
-        store, folder, what = self._host.store, self._host.folder, "what is registered per replica"
-        states = LoaderStates(store, name, self._say, folder, what, effect)
-        saved = LoaderStates(store, f"{name}/saved", self._say, folder, what, effect, SAVED)
-        return PerReplicaState(
-            self._per_replica, states, saved, every, lambda step: is_due(step, checkpoints, until), self._say
-        )
+        every, between = self.settings.loader_every, self.settings.checkpoint_every
+        states, saved = published(stream.name, self._host.store, self._host.folder, self._say)
+        return PerReplicaState(self._per_replica, states, saved, every, lambda step: is_due(step, between, until), self._say)
 
     def _after(self, accumulate: int) -> int | None:
         """The position behind the newest step, if it was committed."""

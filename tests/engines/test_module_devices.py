@@ -238,6 +238,6 @@ def test_means_of_buffers_are_taken_on_the_device_wherever_their_sums_are(mode: 
     floats = torch.zeros(buffers.float_room, dtype=torch.float64)
     integers = torch.zeros(buffers.integer_room, dtype=torch.int64)
     with Allocations() as made:
-        buffers.commit([1.0] * buffers.running, floats, integers, [0, 1, 2])
+        buffers.commit([1.0] * buffers.marks, floats, integers, [0, 1, 2])
     divisions = {device for device, operations in made.devices.items() for name, _ in operations if "div" in name}
     assert divisions == ({"meta"} if mode == "mean" else set())

@@ -294,6 +294,12 @@ def registered(model: nn.Module, **options: Any) -> ModuleEngine:
     return ModuleEngine(Registered.of(model, [optimizer], **options))
 
 
+def complex_buffer() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("x", torch.zeros(2, dtype=torch.complex64))
+    return model
+
+
 class Odd:
     """State that cannot be stored."""
 
@@ -348,7 +354,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: (lambda m: registered(m, optimizer=torch.optim.SGD([m.weight])))(nn.Linear(2, 2)).begin(lambda bucket: None),
         "^bias requires a gradient and is in no registered optimizer",
     ),
-    "named buffer": (lambda: registered(nn.Linear(2, 2), running_buffers=["x"]), "names 'x', which is no buffer"),
+    "named buffer": (
+        lambda: registered(nn.BatchNorm1d(2), buffers={"*.running_mean": "mean"}),
+        r"^buffers=\{'\*.running_mean': 'mean'\} names no buffer of the registered models",
+    ),
+    "mode": (lambda: registered(nn.BatchNorm1d(2), buffers={"running_mean": "max"}), "the mode must be one of mean, fir"),
+    "complex buffer": (lambda: registered(complex_buffer(), buffers={"x": "mean"}), "x is complex: its mode can be 'per_rep"),
     "policy": (lambda: __import__("helixrt.engines.update", fromlist=["Policy"]).Policy("cubic"), "'none', 'linear' or 'sqrt'"),
 }  # fmt: skip
 

@@ -105,7 +105,7 @@ def plain(kind: str) -> Model:
 def test_a_buffer_that_is_not_finite_trains_as_in_a_plain_loop(kind: str) -> None:
     host = JobHost()
     session, model = session_with(host), Model(kind)
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.05)])
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.05)], buffers={"buffer": "mean"})
     try:
         for step in session.steps(batches(STEPS), until=STEPS):
             for x, y in step:
@@ -138,7 +138,8 @@ def test_a_gradient_that_is_not_finite_is_found_beside_such_a_buffer() -> None:
 def test_the_exchange_with_another_replica_blames_no_gradient_for_such_a_buffer(spoilt: bool) -> None:
     """Nor does the examination of a sum that is not finite."""
     model, reports, root = Model("mask"), queue.Queue[RankReport](), genesis("run", 2)
-    engine = ModuleEngine(Registered.of(model, [torch.optim.SGD(model.parameters(), lr=0.05)]), replicas=2)
+    registered = Registered.of(model, [torch.optim.SGD(model.parameters(), lr=0.05)], buffers={"buffer": "mean"})
+    engine = ModuleEngine(registered, replicas=2)
     rank = RankWorker(RankParts(0, 0, engine, Doubles(), Nowhere(), FlightRecord("r0"), derive(20), "memory", reports.put))
     with rank:
         rank.dispatch(p.Work(root.hash, 0, 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -203,7 +203,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[], 
 
 
 def trained(
-    host: StageHost, model: nn.Module, loss: Any, batches: Batches, tp_plan: Any = None, **options: Any
+    host: StageHost,
+    model: nn.Module,
+    loss: Any,
+    batches: Batches,
+    tp_plan: Any = None,
+    buffers: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """This stage's state, and (loss, norm) of each step."""
     over = host.place.mesh
@@ -213,7 +219,7 @@ def trained(
     compiled = helixrt.compile(model, loss=loss, microbatches=MICROBATCHES, **options)
     part = session.parallelize(compiled, example=example, tp_plan=tp_plan)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
-    session.register(model=part, optimizers=[optimizer], clip_norm=0.5)
+    session.register(model=part, optimizers=[optimizer], clip_norm=0.5, buffers=buffers)
     session.evaluate(lambda: part.evaluate(*args, target=target, **kwargs), every=STEPS)
     found = []
     for step in session.steps(batches, until=STEPS):

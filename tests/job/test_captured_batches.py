@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -225,24 +225,29 @@ def normed() -> nn.Module:
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb", marks=pytest.mark.slow)])
 def test_running_statistics_are_those_of_a_plain_loop(run_stages: Any, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     monkeypatch.setitem(CASES, "normed", (normed, lambda: mse_loss, vectors))
-    found, hosts = over_stages(run_stages, 2, "normed", schedule=schedule)
+    found, hosts = over_stages(run_stages, 2, "normed", schedule=schedule, buffers={"seen": "mean"})
     check_equal("normed", found, hosts)
     assert sum("layers.0.1.running_mean" in state for state, _ in found) == 1
 
 
 def test_running_statistics_of_dropped_work_do_not_count() -> None:
-    calm, disturbed = (trained(StageHost(dropped=dropped), normed(), mse_loss, vectors()) for dropped in (set(), {2, 3}))
+    calm, disturbed = (
+        trained(StageHost(dropped=dropped), normed(), mse_loss, vectors(), buffers={"seen": "per_replica"})
+        for dropped in (set(), {2, 3})
+    )
     assert calm[1] == disturbed[1] and all(torch.equal(calm[0][name], disturbed[0][name]) for name in calm[0])
 
 
-def replica_of(model: nn.Module, number: int, **options: Any) -> tuple[CapturedModel, CapturedEngine]:
+def replica_of(
+    model: nn.Module, number: int, modes: Mapping[str, str] | None = None, **options: Any
+) -> tuple[CapturedModel, CapturedEngine]:
     """One of two replicas, of one stage."""
     (x,), named, target = vectors()[0]
     step = helixrt.compile(model, loss=summed, microbatches=MICROBATCHES).train_step
     place = StagePlace(0, 1, None, FlightRecord(f"r{number}"))
     part = CapturedModel(step, helixrt.ExampleBatch(x, target=target, **named), place, seed=5)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
-    return part, part.engine(Registered.of(part, [optimizer], []), replica=number, replicas=2, **options)
+    return part, part.engine(Registered.of(part, [optimizer], [], buffers=modes), replica=number, replicas=2, **options)
 
 
 def exchanged(engines: Sequence[CapturedEngine], weights: Sequence[float], step: int) -> list[Any]:
@@ -264,7 +269,7 @@ def exchanged(engines: Sequence[CapturedEngine], weights: Sequence[float], step:
 
 @pytest.mark.parametrize("mode", ["mean", "first"])
 def test_replicas_divide_by_all_weights_and_unite_their_buffers(mode: str) -> None:
-    (first, one), (second, two) = (replica_of(normed(), number, buffers=mode) for number in range(2))
+    (first, one), (second, two) = (replica_of(normed(), number, {"seen": mode}, buffers=mode) for number in range(2))
     weights = (5.0, 11.0)
     updates = exchanged([one, two], weights, 1)
 
@@ -292,8 +297,30 @@ def test_replicas_divide_by_all_weights_and_unite_their_buffers(mode: str) -> No
     assert all(torch.equal(first.state_dict()[name], second.state_dict()[name]) for name in first.state_dict())
 
 
+def test_a_captured_buffer_without_a_mode_is_refused_at_registration_and_an_unknown_name_is() -> None:
+    with pytest.raises(MisuseError, match="buffer seen is changed outside the update.*buffers={'seen': MODE}"):
+        replica_of(normed(), 0)
+    with pytest.raises(MisuseError, match="buffers={'sen': 'mean'} names no buffer"):
+        replica_of(normed(), 0, {"sen": "mean"})
+
+
+def test_a_captured_buffer_per_replica_stays_apart() -> None:
+    (first, one), (second, two) = (replica_of(normed(), number, {"seen": "per_replica"}) for number in range(2))
+    second.seen.fill_(100.0)
+    exchanged([one, two], (5.0, 11.0), 1)
+    assert (first.seen.item(), second.seen.item()) == (MICROBATCHES, 100 + MICROBATCHES)
+    assert "running_buffer/seen" not in one.state().tensors and "buffer/seen" not in one.state().tensors
+    assert list(one.per_replica) == ["buffers['seen']"]
+
+
+def test_a_buffer_per_replica_needs_ranks_with_streams_of_their_own() -> None:
+    session = session_with(StageHost(), mesh=Mesh(pp=2))
+    with pytest.raises(MisuseError, match='cannot be "per_replica" with pp, cp or tp above 1'):
+        session.register(model=nn.BatchNorm1d(2), buffers={"running_mean": "per_replica"})
+
+
 def test_a_total_weight_of_zero_changes_nothing() -> None:
-    parts, engines = zip(*(replica_of(normed(), number) for number in range(2)), strict=True)
+    parts, engines = zip(*(replica_of(normed(), number, {"seen": "first"}) for number in range(2)), strict=True)
     assert exchanged(engines, (0.0, 0.0), 1) == [None, None]
     for part in parts:
         assert all(torch.equal(value, normed().state_dict()[name]) for name, value in part.state_dict().items())

@@ -290,7 +290,7 @@ def test_a_loader_that_cannot_be_dealt_is_refused_by_name(loader: Any, name: str
 def test_state_per_replica_is_not_dealt(tmp_path: Path) -> None:
     record = begun(tmp_path, DataLoader(range(60), 4, sampler=sampler_of()))  # type: ignore[arg-type]
     (tmp_path / "streams" / "0.0.per_replica").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="replicas=1: what is registered with per_replica= belongs to the streams of before"):
+    with pytest.raises(ConfigError, match="replicas=1: per_replica= state and buffers belong to the streams of before"):
         resumed(tmp_path, 1, record)
 
 

@@ -200,6 +200,47 @@ def with_statistics() -> None:
     session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
+class Counting(nn.Linear):
+    """Counts its calls in a floating-point buffer; `hidden`: so that no version is counted."""
+
+    def __init__(self, hidden: bool = False) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.hidden = hidden
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (self.seen.data if self.hidden else self.seen).add_(1)
+        return super().forward(x)
+
+
+def counting(hidden: bool = False, **options: Any) -> Any:
+    session = session_with(StageHost(dropped={2}))
+    model = session.parallelize(staged([nn.Sequential(Counting(hidden))]))
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], **options)
+    for step in session.steps(data(), until=3):
+        for x, y in step:
+            step.train(model, x, target=y)
+        step.commit()
+    return model
+
+
+def with_counter() -> None:
+    counting()
+
+
+def with_hidden_counter() -> None:
+    counting(hidden=True)
+
+
+def with_mode() -> None:
+    counting(buffers={"chunk0.*.seen": "first"})
+
+
+def test_a_buffer_per_replica_of_one_stage_is_its_own_and_dropped_steps_leave_no_trace() -> None:
+    model = counting(buffers={"chunk0.*.seen": "per_replica"})
+    assert model.get_buffer("chunk0.0.seen").item() == 3 * MICROBATCHES
+
+
 def evaluated_too_early() -> None:
     model = session_with(StageHost()).parallelize(staged(parts(1)))
     model.evaluate(*data()[0][:1], target=data()[0][1])
@@ -265,7 +306,10 @@ WRONG: dict[Callable[[], None], str] = {
     not_in_stages: r"step\.train is for a model in stages; use step\.backward\(loss\)",
     own_update: "an update function cannot be registered for stages",
     hand_changed: r"parameter chunk0\.0\.weight was changed in place",
-    with_statistics: "cannot have persistent buffers",
+    with_statistics: "Stages cannot have running statistics",
+    with_counter: "buffer chunk0.0.seen is changed outside the update",
+    with_hidden_counter: "buffer chunk0.0.seen is changed outside the update",
+    with_mode: "buffers with the mode mean or first",
     unlike_the_example: r"the input of a micro-batch is torch.float32 \[1, 2, 5\], and the graphs .* torch.float32 \[2, 5\]",
     changing(nn.Module.eval): r"the training mode of a module was changed \(train\(\) or eval\(\)\) after the graphs",
     changing(lambda part: setattr(part[1], "p", 0.0)): r"chunk0\.1\.p was changed after the graphs of its part were captured",
