@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from helixrt.errors import ConfigError, Fatal, StartAgain
+from helixrt.job.batch_digest import Digest, batch_digest, together
 from helixrt.job.data_random import seed_generators
 from helixrt.job.kept_batch import KeptBatch
 from helixrt.job.loader_checks import (
@@ -44,6 +45,7 @@ from helixrt.job.permutation import seed_of
 from helixrt.job.sampler import StreamSampler
 from helixrt.protocol.step.deal import Deal
 from helixrt.replica.contracts import RunStore
+from helixrt.replica.rank_parts import BatchNote
 
 LENGTH_KEY = "loader/length"  # what all streams of the run must agree on
 ACCUMULATE_KEY = "loader/accumulate"  # the same; known before the length of a loader that has none
@@ -98,6 +100,7 @@ class Stream:
         self._iterator: Iterator[Any] | None = None
         self._begun = False  # the loader was iterated in this process
         self._next = -1  # position of the batch that the iterator gives next
+        self._read_again: tuple[int, int] | None = None  # (position, digest) of the group before the first that was read
         self._length: int | None = None  # batches of an epoch
         self._remainder: int | None = None  # batches of epoch 0, if that is what was left when streams were dealt anew
         order = f"/{self._take_up().mark}" if settings.deals else ""  # of which states of the loader are
@@ -157,6 +160,11 @@ class Stream:
                 self._kept.clear()  # of the incomplete group: its positions are those of the next epoch's first batches
         return (self._batch(at) for at in group)
 
+    def note(self, position: int, note: BatchNote) -> None:
+        """Write down the digest of the `accumulate` batches from `position` on, which were given."""
+        note.digest = together(self._kept[at].digest for at in range(position, position + self._settings.accumulate))
+        note.read_again = self._read_again
+
     def close(self) -> None:
         """Give up the iterator, and with it the loader's workers. Idempotent."""
         self._states.flush()
@@ -179,8 +187,19 @@ class Stream:
         """The batch at `position`, read from the loader; it is kept."""
         if position != self._next or self._iterator is None:
             self._seek(position)
-        kept = self._kept[position] = KeptBatch(self._read(position))
+        batch = self._read(position)
+        kept = self._kept[position] = KeptBatch(batch, self._digest(position, batch))
         return kept
+
+    def _digest(self, position: int, batch: Any) -> Digest:
+        """Of what names the items where the session dealt them, whose transformations may be random. Else of the content."""
+        dealt = dealt_by(self._loader)
+        if dealt is None or self._length is None:
+            return batch_digest(batch)
+        epoch = self.epoch_of(position)
+        sampler, size = dealt
+        order = f"{sampler.items} {sampler.shuffle} {sampler.seed} {sampler.stream} {sampler.mark}"
+        return batch_digest(f"{order} {epoch} {position - self._begin_of(epoch)} {size}")
 
     def _read(self, position: int) -> Any:
         """The next batch of the iterator, which is the one at `position`. Raises _Ended when the first epoch of a loader
@@ -299,8 +318,10 @@ class Stream:
         self._learn_length()
         epoch = self.epoch_of(position)
         first = self._begin_of(epoch)
+        before = position - self._settings.accumulate
+        again = range(before if not self._begun and before >= first else position, position)
         self._iterator = None  # ends the workers of the iteration before
-        found = self._newest((epoch, position - first)) if self._stateful else None
+        found = self._newest((epoch, again.start - first)) if self._stateful else None
         if found is None and self._begun and self._next != first and keeps_position(self._loader):
             raise StartAgain(f"the data set keeps a position, and has no state at or before batch {position} to go back to")
         self._begin(epoch, found[1] if found is not None else None)
@@ -309,13 +330,18 @@ class Stream:
             self._publish()
         if (skipped := position - self._next) > 0:
             self._say(f"skips {skipped} batches to batch {position} (epoch {epoch})")
+        digests: list[Digest] = []
         while self._next < position:
             try:
-                self._advance(self._next)
+                batch = self._advance(self._next)
             except StopIteration:
                 text = f"the loader ended at batch {self._next}, before batch {position}, which this run has used"
                 raise Fatal(text) from None
+            if self._next in again:
+                digests.append(self._digest(self._next, batch))
             self._next += 1
+        if again:
+            self._read_again = position, int(together(digests))
 
     def _newest(self, place: tuple[int, int]) -> tuple[int, dict[str, Any]] | None:
         """The newest state at or before this place, if the loader can take it: torchdata's takes one of as many workers alone.
