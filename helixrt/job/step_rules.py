@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -100,3 +101,13 @@ def exclusion_text(record: CommitRecord) -> str | None:
         return None
     nothing = "" if record.applied else "; nothing is updated"
     return f"step {record.step}: {'; '.join(parts)}{nothing}"
+
+
+def audit_text(audit: dict[str, Any]) -> str:
+    """What is known of the data that was trained on."""
+    if audit["gaps"] or audit["repeats"]:
+        return "NOT every batch once"
+    if unsure := audit["unsure"]:
+        replica, position = next(iter(unsure.items()))
+        return f"not known from position {position} of replica {replica} on, whose data changed with a restart"
+    return "every batch exactly once" if audit["dealt"] else "every batch exactly once, as its loader deals them"
