@@ -29,6 +29,9 @@ def batch_digest(batch: Any) -> Digest:
     later: list[torch.Tensor] = []
     known = False
     for leaf in _leaves(batch, _DEPTH):
+        if isinstance(leaf, str):
+            hasher.update(leaf.encode())
+            continue
         if isinstance(leaf, torch.Tensor) and not leaf.is_cpu:
             hasher.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
             later.append(_on_device(leaf))
@@ -61,7 +64,8 @@ def _positive(number: int) -> int:
 
 
 def _leaves(part: Any, depth: int) -> Iterator[Any]:
-    """What of a batch has content that can be read: tensors, arrays, numbers and texts, and the keys of mappings."""
+    """What of a batch has content that can be read: tensors, arrays, and numbers and texts as bytes. Between them, as texts, the
+    lengths of lists and the keys of mappings."""
     if isinstance(part, torch.Tensor):
         if type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided and not part.is_quantized:
             yield part.detach()
@@ -74,10 +78,10 @@ def _leaves(part: Any, depth: int) -> Iterator[Any]:
         return
     elif isinstance(part, Mapping):
         for key, value in part.items():
-            yield repr(key).encode()
+            yield repr(key)
             yield from _leaves(value, depth - 1)
     elif isinstance(part, (list, tuple)):
-        yield f"{len(part)}".encode()
+        yield f"{len(part)}"
         for each in part:
             yield from _leaves(each, depth - 1)
     elif is_dataclass(part):

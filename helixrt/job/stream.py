@@ -9,9 +9,11 @@ the `accumulate` batches from a position on. A position counts what the stream y
 In a run that was resumed with another number of streams, epoch 0 may be the remainder of before (`dealing`), which is shorter.
 
 The same position gives the same batch in each incarnation of the replica: orders that depend on chance are refused
-(`loader_checks`), generators and random numbers are set from (seed, stream, epoch or position), and batches that are not
-committed stay in memory and are yielded again. A replica that starts again begins at the newest loader state at or
-before its position (`loader_states`) and skips forward from there. Follows FT-HSDP section 4.4.
+(`loader_checks`), and batches that are not committed stay in memory and are yielded again. Generators and random numbers are
+set from (seed, stream, position), but for an epoch's begin where the order is the user's own: there from (seed, epoch), on all
+streams alike, so that each may shuffle all items and take its share. A replica that starts again begins at the newest loader
+state at or before its position (`loader_states`) and skips forward from there; the batches of the step before are read for
+their digest, which the record has (`batch_digest`). Follows FT-HSDP section 4.4.
 
 Limit: random numbers that a *worker process* of the loader draws depend on what that worker read before, so after a restored
 state they may differ. Transformations that must be reproducible derive their numbers from the item's index.
@@ -36,6 +38,7 @@ from helixrt.job.loader_checks import (
     generators,
     keeps_position,
     name_of,
+    orders_itself,
     set_epoch,
     stateful,
     workers_of,
@@ -99,6 +102,7 @@ class Stream:
         self._uncopied = False  # the user was told of a batch that cannot be copied
         self._iterator: Iterator[Any] | None = None
         self._begun = False  # the loader was iterated in this process
+        self._at_begin = False  # nothing was read from the iterator, which is at the begin of an epoch
         self._next = -1  # position of the batch that the iterator gives next
         self._read_again: tuple[int, int] | None = None  # (position, digest) of the group before the first that was read
         self._length: int | None = None  # batches of an epoch
@@ -222,7 +226,11 @@ class Stream:
 
     def _advance(self, position: int) -> Any:
         assert self._iterator is not None
-        self._seed(_BATCH, position)
+        if self._at_begin:  # it may draw its order now: on all streams alike, so that they can share the items out
+            seed_generators(self._settings.seed, _EPOCH, self.epoch_of(position))
+        else:
+            self._seed(_BATCH, position)
+        self._at_begin = False
         return next(self._iterator)
 
     def _end_epoch(self, epoch: int) -> None:
@@ -324,7 +332,7 @@ class Stream:
         found = self._newest((epoch, again.start - first)) if self._stateful else None
         if found is None and self._begun and self._next != first and keeps_position(self._loader):
             raise StartAgain(f"the data set keeps a position, and has no state at or before batch {position} to go back to")
-        self._begin(epoch, found[1] if found is not None else None)
+        self._begin(epoch, found[1] if found is not None else None, found is None or found[0] == 0)
         self._next = first + found[0] if found is not None else first
         if self._next == first and found is None and self._stateful:
             self._publish()
@@ -361,7 +369,7 @@ class Stream:
         if self._length is None and (text := self._store.get(LENGTH_KEY)) is not None:
             self._agree(json.loads(text)["batches"])
 
-    def _begin(self, epoch: int, state: dict[str, Any] | None) -> None:
+    def _begin(self, epoch: int, state: dict[str, Any] | None, at_begin: bool) -> None:
         set_epoch(self._loader, epoch)
         for index, (generator, initial) in enumerate(self._generators):
             generator.set_state(initial)
@@ -369,8 +377,8 @@ class Stream:
                 generator.manual_seed(seed_of(generator.initial_seed(), _GENERATOR, index, epoch))
         if state is not None:
             self._loader.load_state_dict(state)
-        self._seed(_EPOCH, epoch)
-        self._iterator = iter(self._loader)
+        seed_generators(self._settings.seed, _EPOCH, epoch)
+        self._iterator, self._at_begin = iter(self._loader), at_begin and orders_itself(self._loader)
         self._begun = True
 
     def _seed(self, what: int, number: int) -> None:

@@ -332,12 +332,12 @@ class StepMachine:
             return [*actions, Refuse(refused or changed)]
         actions += [Tell(text) for text in (changed, self.watch.said()) if text]
         if not all(attempt.done.values()):
-            return self._not_finite(attempt)
+            return actions + self._not_finite(attempt)
         if self.held != attempt.assessment.base.hash:
             # still behind: a holder of the base decides; keep what is needed to follow
             self.following.keep(attempt.candidate)
-            return [Keep(attempt.candidate), self._join()]
-        return self._commit()
+            return [*actions, Keep(attempt.candidate), self._join()]
+        return actions + self._commit()
 
     def _read_again(self, attempt: Attempt) -> str:
         """What is wrong with the batches that this replica's ranks read again after a restart; "" if nothing is known."""
