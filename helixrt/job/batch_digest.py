@@ -64,8 +64,8 @@ def _positive(number: int) -> int:
 
 
 def _leaves(part: Any, depth: int) -> Iterator[Any]:
-    """What of a batch has content that can be read: tensors, arrays, and numbers and texts as bytes. Between them, as texts, the
-    lengths of lists and the keys of mappings."""
+    """What of a batch has content that can be read: tensors, arrays, and numbers and texts as bytes. Between them, as texts,
+    the lengths of lists and the keys of mappings."""
     if isinstance(part, torch.Tensor):
         if type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided and not part.is_quantized:
             yield part.detach()
