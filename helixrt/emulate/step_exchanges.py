@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from helixrt.emulate.step_store import Batch
+from helixrt.emulate.step_store import Batch, digest_before
 from helixrt.protocol.step import messages as p
 
 if TYPE_CHECKING:
@@ -96,7 +96,10 @@ class Exchanges:
         exchange.ended.add(node.replica)
         total: frozenset[Batch] = frozenset().union(*exchange.given.values())
         node.reduced[key] = total
-        world.deliver(node, p.RankDone(*key, finite=world.finite_sum(total, key[1])))
+        batches = [0] * world.replicas
+        for replica, position in total:
+            batches[replica] = digest_before(replica, position + 1)
+        world.deliver(node, p.RankDone(*key, world.finite_sum(total, key[1]), tuple(batches)))
 
     def _break(
         self, key: tuple[int, int], exchange: GroupExchange, reason: str, suspects: Mapping[int, tuple[int, ...]]

@@ -17,6 +17,11 @@ Batch = tuple[int, int]  # (replica, position)
 State = tuple[str, tuple[frozenset[Batch], ...]]  # lineage hash ("": none), what each update summed
 
 
+def digest_before(replica: int, position: int) -> int:
+    """Of the batch of this replica's stream that ends at `position`."""
+    return (replica + 1) * 10**6 + position
+
+
 @dataclass
 class SimulatedStore:
     """One run over all of its lives. `holding()` gives the lineage hashes that living, unfenced replicas hold."""
@@ -50,6 +55,9 @@ class SimulatedStore:
         complaint = ""
         if index == len(self.entries):
             complaint = self._loss(record, now)
+            told, at = record.batches, record.positions
+            unknown = [r for r in record.replicas if record.applied and told.get(r) != digest_before(r, at[r])]
+            complaint = complaint or (f"record {record.step} does not tell the batches of {unknown}" if unknown else "")
             self.entries.append(record)
             self.since_s[record.hash] = now
         return self.entries[index], complaint

@@ -15,6 +15,7 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from helixrt.emulate.step_exchanges import Exchanges
 from helixrt.emulate.step_faults import FAULTS, REMADE, Faults
@@ -25,6 +26,7 @@ from helixrt.emulate.step_state import States
 from helixrt.emulate.step_store import Batch, SimulatedStore, State
 from helixrt.emulate.step_store_calls import StoreCalls
 from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.batches import BatchRules
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis, is_last
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import StepRules
@@ -62,6 +64,7 @@ class StepWorld:
             faults,
         )
         self.rules, self.fetch_s = rules or StepRules(replay=4), fetch_s
+        self.rules = replace(self.rules, batches=BatchRules((0,) * group_world_size))
         self.random = random.Random(seed)
         self.now, self.events, self.heap = 0.0, 0, list[tuple[float, int, Callable[[], None]]]()
         self.store = SimulatedStore(genesis("sim", replicas), self.rules.supersede_after_s, self.held_anywhere)
@@ -345,6 +348,8 @@ class StepWorld:
                 self.answer(node, p.HoldEnded(), 0.2, 0.5)
             case p.Restart():
                 self.trouble.crash(node)
+            case p.Refuse():
+                raise self.fail(f"replica {node.replica} refuses the run: {action.reason}")
             case p.Rest():
                 self.answer(node, p.Rested(), 0.5, 9.0)
 

@@ -174,6 +174,16 @@ class ChaosConfig:
 
 
 @dataclass(frozen=True)
+class ChecksConfig:
+    """What is compared while the run goes."""
+
+    same_streams: bool = False
+    """Several streams may give the same batches; else the run is refused after a few steps."""
+    strict_data: bool = False
+    """A stream that gives other batches when it is read again after a restart ends the run; else one line says so."""
+
+
+@dataclass(frozen=True)
 class OutputConfig:
     root: str = "outputs"
     """Runs go to root/DATE/TIME."""
@@ -232,6 +242,7 @@ class JobConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
     deal: tuple[Deal, ...] = ()
     """Of a run that was resumed: changes of the number of streams so far."""
 
@@ -282,5 +293,6 @@ def job_parts(raw: dict[str, Any]) -> dict[str, Any]:
         "ray": RayConfig(**raw.get("ray", {})),
         "chaos": chaos,
         "output": OutputConfig(**raw["output"]),
+        "checks": ChecksConfig(**raw.get("checks", {})),
         "deal": tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),
     }

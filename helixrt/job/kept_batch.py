@@ -21,7 +21,8 @@ _SHARED = torch.Tensor | type | FunctionType | BuiltinFunctionType | ModuleType
 class KeptBatch:
     """One thread at a time. `problem`: why the batch cannot be given a second time; empty if it can, or was not given yet."""
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, digest: int | torch.Tensor = 0) -> None:
+        self.digest = digest  # of the batch as it was read
         self._first: tuple[Any] | None = (batch,)  # as the loader gave it; None once the loop has it
         self._pickled = b""
         self._kind: type | None = None  # of a tuple or a list of tensors, which needs no pickling

@@ -112,6 +112,7 @@ class Leading:
             lambda m: self._end_of_run.resting(m),
             parts.worker.fail,
             self._waiting,
+            parts.metrics.say,
             departure.due,
             departure.carry_out,
             self._agree,

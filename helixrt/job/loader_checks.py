@@ -73,10 +73,23 @@ def stateful(loader: Any) -> bool:
     """Whether its position can be saved and restored (StatefulDataLoader, or the same two methods).
 
     Not for an IterableDataset without `state_dict`: torchdata 0.11 restores it by reading from the start, and counts what it
-    skipped twice in the next state.
+    skipped twice in the next state. Nor with a sampler of the user's own without one, which may draw another order then.
     """
     data = getattr(loader, "dataset", None)
-    return _has_state(loader) and (_has_state(data) or not isinstance(data, IterableDataset))
+    own = [part for part in _parts(loader) if not _has_state(part) and not _restorable(part)]
+    return _has_state(loader) and not own and (_has_state(data) or not isinstance(data, IterableDataset))
+
+
+def _restorable(sampler: Any) -> bool:
+    """A sampler of torch, torchdata or the session, whose order follows from what it is made of."""
+    return isinstance(sampler, StreamSampler) or type(sampler).__module__.split(".")[0] in ("torch", "torchdata")
+
+
+def orders_itself(loader: Any) -> bool:
+    """Whether code of the user's own chooses the order of the items, when the first one is asked for."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return True
+    return not all(_restorable(part) for part in _parts(loader))
 
 
 def keeps_position(loader: Any) -> bool:

@@ -27,7 +27,7 @@ from helixrt.job.kept_run import Absence
 from helixrt.job.loggers import Guarded, MetricsLogger, MetricsPoint, TensorBoardLogger
 from helixrt.job.means import Joined, Line, StepMeans
 from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
-from helixrt.job.step_rules import SHOWN_EXCLUSIONS
+from helixrt.job.step_rules import SHOWN_EXCLUSIONS, audit_text
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.telling import tell
 
@@ -311,8 +311,7 @@ def summary_of(report: dict[str, Any]) -> list[str]:
     """A few lines for the end of a run's log."""
     reached, order0 = report["validation_bits_per_byte"], report["corpus_order0_bits_per_byte"]
     audit = report["data_audit"]
-    clean = not audit["gaps"] and not audit["repeats"]
-    verdict = "nothing trained" if not audit["batches"] else "every batch exactly once" if clean else "NOT every batch once"
+    verdict = audit_text(audit) if audit["batches"] else "nothing trained"
     hashes = {r["parameters_sha256"] for r in report["replicas"]}
     alike = "bitwise equal" if len(hashes) == 1 else "DIFFERENT" if hashes else "unknown"
     validation = "unknown" if reached is None else f"{reached:.4f} bits/byte"

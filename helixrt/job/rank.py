@@ -163,6 +163,7 @@ class RankRuntime:
                 LayoutBook(context.store, context.group_rank, int(context.config.catchup.memory_gb * GB)),
                 alone=context.config.mesh.replicas == 1,
                 load_s=context.config.checkpoint.write_s,
+                replicas=context.config.mesh.replicas,
             )
         )
         self._worker = worker

@@ -23,6 +23,7 @@ from helixrt.job.lineage_files import write_durably
 from helixrt.job.metrics import StepMetrics, ValidationMetrics
 from helixrt.job.report_inputs import LARGE_BYTES, inputs_bytes, run_metrics
 from helixrt.job.report_inputs import read_flight as read_flight
+from helixrt.job.resume import streams_dealt
 from helixrt.job.step_rules import exclusion_text
 from helixrt.observe.failures import Failure, Loss, births, failures, replica_of
 from helixrt.observe.order_changes import OrderChange, order_changes
@@ -66,6 +67,7 @@ class Figures:
     chain: tuple[CommitRecord, ...]
     superseded: int
     audit: Audit
+    dealt: bool  # the session deals the items
     failures: tuple[Failure, ...]
     rails: tuple[RailOutage, ...]
     orders: tuple[OrderChange, ...]  # of schedules
@@ -120,6 +122,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         chain=chain,
         superseded=log.behind.superseded + len(log.superseded()),
         audit=audit(chain, facts.advance, log.behind.audit),
+        dealt=streams_dealt(folder, chain[-1].life if chain else 0),
         failures=found,
         rails=tuple(rail_outages(events)),
         orders=orders,
@@ -168,6 +171,8 @@ def to_plain(found: Figures) -> dict[str, Any]:
             "superseded": found.superseded,
             "excluded": found.audit.excluded,
             "per_replica": {str(r): n for r, n in sorted(found.audit.per_replica.items())},
+            "dealt": found.dealt,
+            "unsure": {str(r): n for r, n in sorted(found.chain[-1].unsure.items())} if found.chain else {},
         },
         "exclusions": [
             {"step": record.step, "applied": record.applied, "what": text}

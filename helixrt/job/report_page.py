@@ -14,7 +14,7 @@ from markupsafe import Markup
 from helixrt.job import page as html
 from helixrt.job.controller import Happening
 from helixrt.job.report_charts import loss_chart, participants_chart, replica_colour, timeline_chart
-from helixrt.job.step_rules import SHOWN_EXCLUSIONS
+from helixrt.job.step_rules import SHOWN_EXCLUSIONS, audit_text
 from helixrt.observe.failures import Failure
 from helixrt.observe.timeline import Timeline
 
@@ -91,7 +91,7 @@ def _tiles(found: Figures, report: dict[str, Any]) -> list[html.Tile]:
         *([("speed", f"{report['tokens_per_s']:,.0f}", "bytes trained on per second, stalls included", "")] if text else []),
         ("goodput", _share(report["goodput"]), "of the replicas' time went into committed steps", ""),
         ("failures", str(len(found.failures)), _back(found.failures), ""),
-        ("batches", f"{audit['batches']:,}", f"{'' if clean else 'NOT '}each exactly once", "ok" if clean else "bad"),
+        ("batches", f"{audit['batches']:,}", audit_text(audit), "ok" if clean and not audit["unsure"] else "bad"),
         ("replicas", "equal" if alike else "differ", "final parameters, bit for bit", "ok" if alike else "bad"),
     ]
 

@@ -164,6 +164,11 @@ def restore_stream(store: RunStore, folder: Path, before: int = 0, life: int = 0
     return True
 
 
+def streams_dealt(folder: Path, life: int) -> bool:
+    """Whether the session deals the items in this life of the run; False also where it is not known."""
+    return "items" in (_agreed(folder, life) or {})
+
+
 def keep_accumulation(folder: Path, accumulate: int) -> bool:
     """Write into the run's folder how many batches a step takes; whether that is done, as `keep_stream`."""
     try:

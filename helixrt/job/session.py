@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -296,7 +297,8 @@ class Session(RankPlace):
             while (order := worker.next_work()) is not None:
                 own.begin(order.position, order.step)
                 engine.begin(order.on_bucket)
-                self._step = Step(engine, worker, order, stream.take(order.position), accumulate)
+                batches = stream.take(order.position)
+                self._step = Step(engine, worker, order, batches, accumulate, partial(stream.note, order.position))
                 yield self._step
                 self._step.check_committed()
                 self._last = self._step.done

@@ -7,7 +7,7 @@ order of calls is checked, and each wrong one raises a `MisuseError` that says w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,6 +22,7 @@ from helixrt.engines.update import ModuleUpdate
 from helixrt.errors import MisuseError
 from helixrt.replica.contracts import Number, WorkResult
 from helixrt.replica.rank import Done, WorkOrder
+from helixrt.replica.rank_parts import BatchNote
 
 SessionEngine = ModuleEngine | PipelineEngine | DeepSpeedEngine
 
@@ -64,8 +65,15 @@ class Step(Generic[Batch]):
     """Iterate over it for the micro-batches, call `backward` once in each, then `commit`. Made by `Session.steps`."""
 
     def __init__(
-        self, engine: SessionEngine, worker: Worker, order: WorkOrder, batches: Iterator[Batch], accumulate: int
+        self,
+        engine: SessionEngine,
+        worker: Worker,
+        order: WorkOrder,
+        batches: Iterator[Batch],
+        accumulate: int,
+        note: Callable[[BatchNote], None] = lambda note: None,
     ) -> None:
+        self._note = note  # writes down what the batches were, when they have been given
         self._engine, self._worker, self._order = engine, worker, order
         self._batches, self._accumulate = batches, accumulate
         self._yielded = self._backwards = 0
@@ -220,6 +228,7 @@ class Step(Generic[Batch]):
                 f"step {self.number} was committed after {self._backwards} of {self._accumulate} backwards; iterate over all "
                 "its micro-batches and call step.backward(loss) in each"
             )
+        self._note(self._order.note)
         result = self._engine.end()
         self._worker.finish(self._order, result)
         done = self._worker.outcome(self._order)

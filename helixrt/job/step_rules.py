@@ -9,12 +9,14 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from helixrt.job.config import JobConfig
+from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.protocol.catchup_memory import GB, CatchupMemory, catchup_memory
 from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.batches import BatchRules
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.quorum import StepRules
 from helixrt.replica.contracts import Engine, RunStore
@@ -57,7 +59,13 @@ def step_rules(config: JobConfig, memory: CatchupMemory, advance: int = 1, expec
         nonfinite_limit=config.nonfinite_limit,
         advance=advance,
         deal=config.deal,
+        batches=BatchRules(streams_of(config.mesh), config.checks.same_streams, config.checks.strict_data),
     )
+
+
+def streams_of(mesh: MeshConfig) -> tuple[int, ...]:
+    """Which stream of its replica each group rank reads: that of its dp_shard rank."""
+    return tuple(shard for _ in range(mesh.pp) for shard in range(mesh.dp_shard) for _ in range(mesh.cp * mesh.tp))
 
 
 def skipped_positions(store: RunStore, replica: int) -> frozenset[int]:
@@ -93,3 +101,13 @@ def exclusion_text(record: CommitRecord) -> str | None:
         return None
     nothing = "" if record.applied else "; nothing is updated"
     return f"step {record.step}: {'; '.join(parts)}{nothing}"
+
+
+def audit_text(audit: dict[str, Any]) -> str:
+    """What is known of the data that was trained on."""
+    if audit["gaps"] or audit["repeats"]:
+        return "NOT every batch once"
+    if unsure := audit["unsure"]:
+        replica, position = next(iter(unsure.items()))
+        return f"not known from position {position} of replica {replica} on, whose data changed with a restart"
+    return "every batch exactly once" if audit["dealt"] else "every batch exactly once, as its loader deals them"

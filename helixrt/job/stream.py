@@ -9,9 +9,11 @@ the `accumulate` batches from a position on. A position counts what the stream y
 In a run that was resumed with another number of streams, epoch 0 may be the remainder of before (`dealing`), which is shorter.
 
 The same position gives the same batch in each incarnation of the replica: orders that depend on chance are refused
-(`loader_checks`), generators and random numbers are set from (seed, stream, epoch or position), and batches that are not
-committed stay in memory and are yielded again. A replica that starts again begins at the newest loader state at or
-before its position (`loader_states`) and skips forward from there. Follows FT-HSDP section 4.4.
+(`loader_checks`), and batches that are not committed stay in memory and are yielded again. Generators and random numbers are
+set from (seed, stream, position), but for an epoch's begin where the order is the user's own: there from (seed, epoch), on all
+streams alike, so that each may shuffle all items and take its share. A replica that starts again begins at the newest loader
+state at or before its position (`loader_states`) and skips forward from there; the batches of the step before are read for
+their digest, which the record has (`batch_digest`). Follows FT-HSDP section 4.4.
 
 Limit: random numbers that a *worker process* of the loader draws depend on what that worker read before, so after a restored
 state they may differ. Transformations that must be reproducible derive their numbers from the item's index.
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from helixrt.errors import ConfigError, Fatal, StartAgain
+from helixrt.job.batch_digest import Digest, batch_digest, together
 from helixrt.job.data_random import seed_generators
 from helixrt.job.kept_batch import KeptBatch
 from helixrt.job.loader_checks import (
@@ -35,6 +38,7 @@ from helixrt.job.loader_checks import (
     generators,
     keeps_position,
     name_of,
+    orders_itself,
     set_epoch,
     stateful,
     workers_of,
@@ -44,6 +48,7 @@ from helixrt.job.permutation import seed_of
 from helixrt.job.sampler import StreamSampler
 from helixrt.protocol.step.deal import Deal
 from helixrt.replica.contracts import RunStore
+from helixrt.replica.rank_parts import BatchNote
 
 LENGTH_KEY = "loader/length"  # what all streams of the run must agree on
 ACCUMULATE_KEY = "loader/accumulate"  # the same; known before the length of a loader that has none
@@ -97,7 +102,9 @@ class Stream:
         self._uncopied = False  # the user was told of a batch that cannot be copied
         self._iterator: Iterator[Any] | None = None
         self._begun = False  # the loader was iterated in this process
+        self._at_begin = False  # nothing was read from the iterator, which is at the begin of an epoch
         self._next = -1  # position of the batch that the iterator gives next
+        self._read_again: tuple[int, int] | None = None  # (position, digest) of the group before the first that was read
         self._length: int | None = None  # batches of an epoch
         self._remainder: int | None = None  # batches of epoch 0, if that is what was left when streams were dealt anew
         order = f"/{self._take_up().mark}" if settings.deals else ""  # of which states of the loader are
@@ -157,6 +164,11 @@ class Stream:
                 self._kept.clear()  # of the incomplete group: its positions are those of the next epoch's first batches
         return (self._batch(at) for at in group)
 
+    def note(self, position: int, note: BatchNote) -> None:
+        """Write down the digest of the `accumulate` batches from `position` on, which were given."""
+        note.digest = together(self._kept[at].digest for at in range(position, position + self._settings.accumulate))
+        note.read_again = self._read_again
+
     def close(self) -> None:
         """Give up the iterator, and with it the loader's workers. Idempotent."""
         self._states.flush()
@@ -179,8 +191,19 @@ class Stream:
         """The batch at `position`, read from the loader; it is kept."""
         if position != self._next or self._iterator is None:
             self._seek(position)
-        kept = self._kept[position] = KeptBatch(self._read(position))
+        batch = self._read(position)
+        kept = self._kept[position] = KeptBatch(batch, self._digest(position, batch))
         return kept
+
+    def _digest(self, position: int, batch: Any) -> Digest:
+        """Of what names the items where the session dealt them, whose transformations may be random. Else of the content."""
+        dealt = dealt_by(self._loader)
+        if dealt is None or self._length is None:
+            return batch_digest(batch)
+        epoch = self.epoch_of(position)
+        sampler, size = dealt
+        order = f"{sampler.items} {sampler.shuffle} {sampler.seed} {sampler.stream} {sampler.mark}"
+        return batch_digest(f"{order} {epoch} {position - self._begin_of(epoch)} {size}")
 
     def _read(self, position: int) -> Any:
         """The next batch of the iterator, which is the one at `position`. Raises _Ended when the first epoch of a loader
@@ -203,7 +226,11 @@ class Stream:
 
     def _advance(self, position: int) -> Any:
         assert self._iterator is not None
-        self._seed(_BATCH, position)
+        if self._at_begin:  # it may draw its order now: on all streams alike, so that they can share the items out
+            seed_generators(self._settings.seed, _EPOCH, self.epoch_of(position))
+        else:
+            self._seed(_BATCH, position)
+        self._at_begin = False
         return next(self._iterator)
 
     def _end_epoch(self, epoch: int) -> None:
@@ -299,23 +326,30 @@ class Stream:
         self._learn_length()
         epoch = self.epoch_of(position)
         first = self._begin_of(epoch)
+        before = position - self._settings.accumulate
+        again = range(before if not self._begun and before >= first else position, position)
         self._iterator = None  # ends the workers of the iteration before
-        found = self._newest((epoch, position - first)) if self._stateful else None
+        found = self._newest((epoch, again.start - first)) if self._stateful else None
         if found is None and self._begun and self._next != first and keeps_position(self._loader):
             raise StartAgain(f"the data set keeps a position, and has no state at or before batch {position} to go back to")
-        self._begin(epoch, found[1] if found is not None else None)
+        self._begin(epoch, found[1] if found is not None else None, found is None or found[0] == 0)
         self._next = first + found[0] if found is not None else first
         if self._next == first and found is None and self._stateful:
             self._publish()
         if (skipped := position - self._next) > 0:
             self._say(f"skips {skipped} batches to batch {position} (epoch {epoch})")
+        digests: list[Digest] = []
         while self._next < position:
             try:
-                self._advance(self._next)
+                batch = self._advance(self._next)
             except StopIteration:
                 text = f"the loader ended at batch {self._next}, before batch {position}, which this run has used"
                 raise Fatal(text) from None
+            if self._next in again:
+                digests.append(self._digest(self._next, batch))
             self._next += 1
+        if again:
+            self._read_again = position, int(together(digests))
 
     def _newest(self, place: tuple[int, int]) -> tuple[int, dict[str, Any]] | None:
         """The newest state at or before this place, if the loader can take it: torchdata's takes one of as many workers alone.
@@ -335,7 +369,7 @@ class Stream:
         if self._length is None and (text := self._store.get(LENGTH_KEY)) is not None:
             self._agree(json.loads(text)["batches"])
 
-    def _begin(self, epoch: int, state: dict[str, Any] | None) -> None:
+    def _begin(self, epoch: int, state: dict[str, Any] | None, at_begin: bool) -> None:
         set_epoch(self._loader, epoch)
         for index, (generator, initial) in enumerate(self._generators):
             generator.set_state(initial)
@@ -343,8 +377,8 @@ class Stream:
                 generator.manual_seed(seed_of(generator.initial_seed(), _GENERATOR, index, epoch))
         if state is not None:
             self._loader.load_state_dict(state)
-        self._seed(_EPOCH, epoch)
-        self._iterator = iter(self._loader)
+        seed_generators(self._settings.seed, _EPOCH, epoch)
+        self._iterator, self._at_begin = iter(self._loader), at_begin and orders_itself(self._loader)
         self._begun = True
 
     def _seed(self, what: int, number: int) -> None:

@@ -24,7 +24,7 @@ from helixrt.replica.device_streams import DeviceStreams
 from helixrt.replica.fetching import Fetching
 from helixrt.replica.finite import all_finite, finite_buckets
 from helixrt.replica.progress import EXCHANGE
-from helixrt.replica.rank_parts import RankParts, WorkOrder
+from helixrt.replica.rank_parts import BatchNote, RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
 
 _JOIN_S = 5.0
@@ -51,6 +51,7 @@ class ExchangeThread:
         self._changed = threading.Condition(self._lock)
         self._work_serial = 0  # of the newest work
         self._ready: set[int] = set()  # buckets that it has handed out
+        self._note = BatchNote()  # of its batches
         self._aborted = -1  # newest generation that was aborted
 
     def start(self) -> None:
@@ -64,7 +65,9 @@ class ExchangeThread:
         with self._lock:
             self._work_serial += 1
             self._ready.clear()
-            return WorkOrder(self._work_serial, step, position, partial(self._on_bucket, self._work_serial), schedule)
+            self._note = BatchNote()
+            on_bucket = partial(self._on_bucket, self._work_serial)
+            return WorkOrder(self._work_serial, step, position, on_bucket, schedule, self._note)
 
     def order(self, command: p.Exchange | p.Examine) -> None:
         """Carry this out after what was ordered before."""
@@ -111,14 +114,14 @@ class ExchangeThread:
                 if isinstance(command, p.Examine):
                     finite = finite_buckets(parts.engine)
                     return p.Examined(command.generation, parts.group_rank, finite)
-                return p.RankDone(command.generation, parts.group_rank, finite=self._exchange(command))
+                return self._exchange(command)
         except Retryable as error:
             suspects = error.cause.peers
             parts.record.write(Kind.EXCHANGE_FAILED, generation=command.generation, reason=str(error), suspects=list(suspects))
             return p.RankFailed(command.generation, parts.group_rank, str(error), suspects)
 
-    def _exchange(self, command: p.Exchange) -> bool:
-        """Sum all buckets; whether every sum is finite, where it must be."""
+    def _exchange(self, command: p.Exchange) -> p.RankDone:
+        """Sum all buckets, and with the last one the digests of the batches, of which each replica gives its own."""
         parts, write = self._parts, self._parts.record.write
         deadline = time.monotonic() + parts.timeouts.exchange_s + parts.timeouts.step_s
         self._check_abort(command.generation)
@@ -133,14 +136,20 @@ class ExchangeThread:
         buckets = parts.engine.buckets
         sums, finite = self._reduced.borrow(buckets, command.contribute), True
         zeros = torch.zeros(0 if command.contribute else max(map(_nbytes, sums), default=0), dtype=torch.uint8)
+        digests, note = torch.zeros(2, parts.replicas, dtype=torch.int64), BatchNote()  # this replica's, and all
         left = deque(reversed(range(len(buckets))))
         while left:
             done = len(buckets) - len(left)
             together = self._next_buckets(left, command, deadline)
             sources = [buckets[i] if command.contribute else zeros[: _nbytes(sums[i])].view(sums[i].dtype) for i in together]
-            begin_s = parts.record.clock()
-            parts.exchange.all_reduce_together(sources, [sums[i] for i in together])
-            for count, (index, source) in enumerate(zip(together, sources, strict=True), start=done):
+            begin_s, outs = parts.record.clock(), [sums[i] for i in together]
+            if not left and parts.replicas:
+                if command.contribute:
+                    note = self._note
+                    digests[0, parts.replica] = int(note.digest)
+                sources, outs = [*sources, digests[0]], [*outs, digests[1]]
+            parts.exchange.all_reduce_together(sources, outs)
+            for count, (index, source) in enumerate(zip(together, sources, strict=False), start=done):
                 write(
                     Kind.EXCHANGE_BUCKET,
                     begin_s=begin_s,
@@ -155,7 +164,8 @@ class ExchangeThread:
         self._streams.finish()  # others take the sums, on streams of theirs
         self._reduced.exchanged(command.generation, sums)
         write(Kind.EXCHANGE_END, generation=command.generation, finite=finite)
-        return finite
+        batches = tuple(digests[1].tolist())
+        return p.RankDone(command.generation, parts.group_rank, finite, batches, note.read_again)
 
     def _next_buckets(self, left: deque[int], command: p.Exchange, deadline: float) -> list[int]:
         """Take from `left` what is exchanged next: one bucket, once it is final; and with the last but one (of three or more)

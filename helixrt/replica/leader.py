@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from helixrt.errors import Fatal, Retryable, StartAgain
+from helixrt.errors import Fatal, MisuseError, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
@@ -255,6 +255,10 @@ class Leader:
                 self._blocking.put(self._hold)
             case p.Restart():
                 raise Fatal(f"replica {self.machine.replica} starts again: {action.reason}")
+            case p.Refuse():
+                raise MisuseError(action.reason)
+            case p.Tell():
+                self.hooks.say(action.text)
             case p.Reload():
                 self._newer_than, self._loads = action.newer_than, 0
                 self._blocking.put(lambda: self._reload(action.newer_than))

@@ -36,6 +36,7 @@ class LeaderHooks:
     resting: Callable[[StepMachine], bool]
     broken: Callable[[BaseException], None]
     waiting: Callable[[p.Wait], None] = lambda action: None
+    say: Callable[[str], None] = lambda text: None
     leaving: Callable[[], str] = lambda: ""
     departed: Callable[[StepMachine, str], None] = lambda machine, why: None
     agree: Callable[[Formed, Member], p.Event | None] = lambda formed, me: None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from helixrt.protocol.step import messages as p
 from helixrt.record import Kind
 from helixrt.replica.finite import finite_buckets
-from helixrt.replica.rank_parts import RankParts, WorkOrder
+from helixrt.replica.rank_parts import BatchNote, RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
 
 
@@ -19,11 +19,14 @@ class OwnSums:
     def __init__(self, parts: RankParts, reduced: ReducedSets) -> None:
         self._parts, self._reduced = parts, reduced
         self._serial = 0  # of the newest work
+        self._note = BatchNote()  # of it
 
     def order_work(self, step: int, position: int, schedule: str = "") -> WorkOrder:
         """The next work. Its buckets are read when it is done."""
         self._serial += 1
-        return WorkOrder(self._serial, step, position, _nobody_waits, schedule)
+        order = WorkOrder(self._serial, step, position, _nobody_waits, schedule)
+        self._note = order.note
+        return order
 
     def carry_out(self, command: p.Exchange | p.Examine) -> p.RankDone | p.Examined:
         """Look whether the gradients of the finished work are finite; for an exchange they are its sums from then on."""
@@ -43,7 +46,8 @@ class OwnSums:
             buckets=1,
             bytes=sum(bucket.numel() * bucket.element_size() for bucket in buckets),
         )
-        return p.RankDone(command.generation, parts.group_rank, finite)
+        digests = (int(self._note.digest),) * parts.replicas
+        return p.RankDone(command.generation, parts.group_rank, finite, digests, self._note.read_again)
 
 
 def _nobody_waits(bucket: int) -> None:

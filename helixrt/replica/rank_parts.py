@@ -34,6 +34,15 @@ class Done:
     stall_s: float  # from the end of its work (or of the update before) to the update
 
 
+@dataclass
+class BatchNote:
+    """What the program says of the batches of an order before its work ends. `digest`: of all of them (0: not known; a tensor
+    is an int64 scalar that its device may compute later); `read_again`: see `RankDone`."""
+
+    digest: int | torch.Tensor = 0
+    read_again: tuple[int, int] | None = None
+
+
 @dataclass(frozen=True)
 class WorkOrder:
     """A batch that this rank has to work on: the one at `position` of the replica's stream, for update number `step`.
@@ -47,6 +56,7 @@ class WorkOrder:
     position: int
     on_bucket: Callable[[int], None] = field(repr=False, compare=False)
     schedule: str = ""
+    note: BatchNote = field(default_factory=BatchNote, repr=False, compare=False)
 
 
 @dataclass
@@ -79,7 +89,8 @@ class RankParts:
     run and the group rank: `host:port/prefix`. `report` sends a report to the leader, from any thread. A replica
     that is behind waits at most `max_wait_s` for its fetch at an exchange. `layouts` has the layouts of offered states.
     `alone`: the run has this replica only, now and later. Its gradients are the sums (`OwnSums`), and no replica fetches them.
-    `load_s`: reading durable state may take so long, if that is longer than an evaluation may.
+    `load_s`: reading durable state may take so long, if that is longer than an evaluation may. `replicas`: configured ones;
+    digests of their batches travel beside the gradients (0: none do).
     """
 
     replica: int
@@ -97,6 +108,7 @@ class RankParts:
     layouts: LayoutBook = field(default_factory=LayoutBook)
     alone: bool = False
     load_s: float = 0.0
+    replicas: int = 0
 
 
 def _no_orders(order: str) -> None:

@@ -199,7 +199,7 @@ def test_figures_of_the_report(tmp_path: Path, facts: RunFacts) -> None:
     away = BACK_IN - LOST_IN
     assert report["data_audit"] == {
         "batches": 2 * STEPS - away, "gaps": 0, "repeats": 0, "superseded": 0, "excluded": 0,
-        "per_replica": {"0": STEPS, "1": STEPS - away},
+        "per_replica": {"0": STEPS, "1": STEPS - away}, "dealt": False, "unsure": {},
     }  # fmt: skip
     assert [r["parameters_sha256"] for r in report["replicas"]] == ["ab" * 32] * 2
     (failure,) = report["failures"]
@@ -228,7 +228,7 @@ def test_page_stands_alone_and_shows_everything(tmp_path: Path, facts: RunFacts)
     for part in ("signal 9", "replica 1 lost in step 20", "1.20 s", "1.80 s", "chaos: killed at forward",
                  "order-0 entropy of the corpus",
                  "made-up: made up, 2 layers", "schedule 1f1b", CORPUS.sha256,
-                 "ab" * 32, "each exactly once", "r0.pp1", "r1.pp0",
+                 "ab" * 32, "every batch exactly once, as its loader deals them", "r0.pp1", "r1.pp0",
                  "Rails that were left", "the peer&#39;s end was closed",
                  'class="message-F"', "waiting for a message"):  # fmt: skip
         assert part in text, part

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from helixrt.protocol.step.batches import BatchRules, of_record
 from helixrt.protocol.step.lineage import CommitRecord, Incarnation
 from helixrt.protocol.step.messages import RankDone, RankFailed
 from helixrt.protocol.step.quorum import Assessment, Member
@@ -40,6 +41,8 @@ class Attempt:
     failed: set[int] = field(default_factory=set)
     examined: dict[int, bool] = field(default_factory=dict)  # rank -> whether its own gradient is finite
     suspects: set[int] = field(default_factory=set)
+    batches: dict[int, tuple[int, ...]] = field(default_factory=dict)  # rank -> digest of each replica's batches
+    read_again: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank -> (position, digest)
 
     @property
     def taking_part(self) -> list[Member]:
@@ -53,10 +56,18 @@ class Attempt:
     def blamed(self) -> tuple[Incarnation, ...]:
         return tuple((m.replica, m.incarnation) for m in self.members if m.replica in self.suspects)
 
+    def note_batches(self, rules: BatchRules) -> None:
+        """All ranks are done: the record has the digests, the same at each leader."""
+        found = of_record(self.batches, self.candidate.replicas, rules)
+        if found:
+            self.candidate = replace(self.candidate, batches={**self.candidate.batches, **found})
+
     def answered(self, event: RankDone | RankFailed) -> int:
         """Take one rank's answer; how many have answered."""
         if isinstance(event, RankDone):
-            self.done[event.rank] = event.finite
+            self.done[event.rank], self.batches[event.rank] = event.finite, event.batches
+            if event.read_again is not None:
+                self.read_again[event.rank] = event.read_again
         else:
             self.failed.add(event.rank)
             self.suspects |= set(event.suspects)

@@ -49,8 +49,10 @@ class CommitRecord:
     finite. `last`: why the run ends with this record, in this life of it ("": it does not, or at its configured last step).
     `positions[r]` is how many batches of replica r's stream the state has consumed, those of
     excluded replicas and of records that were not applied included. `deal` has an entry for each resume with another number of
-    streams; positions count from the newest one. `orders[r]` names the order of the schedule that replica r works by, by the
-    hash under which the run's store has it; without an entry it is the one that the replica began with.
+    streams; positions count from the newest one. `batches[r]` is a digest of the batches of replica r's streams that end at
+    `positions[r]`, where it is known; from position `unsure[r]` on its streams were seen to give other batches when they were
+    read again, so whether each item counts once is not known. `orders[r]` names the order of the schedule that replica r works
+    by, by the hash under which the run's store has it; without an entry it is the one that the replica began with.
     """
 
     step: int
@@ -65,6 +67,8 @@ class CommitRecord:
     last: str = ""
     deal: tuple[Deal, ...] = ()
     orders: Mapping[int, str] = field(default_factory=dict)
+    batches: Mapping[int, int] = field(default_factory=dict)
+    unsure: Mapping[int, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Canonical text: equal records have equal text on all replicas. Of a record that was read, the text that was read."""
@@ -86,6 +90,8 @@ class CommitRecord:
                 **({"last": self.last} if self.last else {}),  # a record without it has the text that it had before
                 **({"deal": [deal.to_plain() for deal in self.deal]} if self.deal else {}),
                 **({"orders": dict(sorted(self.orders.items()))} if self.orders else {}),
+                **({"batches": dict(sorted(self.batches.items()))} if self.batches else {}),
+                **({"unsure": dict(sorted(self.unsure.items()))} if self.unsure else {}),
             }
         )
 
@@ -105,6 +111,8 @@ class CommitRecord:
             last=raw.get("last", ""),
             deal=tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),
             orders={int(r): order for r, order in raw.get("orders", {}).items()},
+            batches={int(r): digest for r, digest in raw.get("batches", {}).items()},
+            unsure={int(r): position for r, position in raw.get("unsure", {}).items()},
         )
         record.__dict__["_text"] = text  # its hash is that of what stands, and costs no second writing
         return record

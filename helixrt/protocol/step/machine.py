@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from helixrt.protocol.step.attempt import Attempt, Phase
+from helixrt.protocol.step.batches import BatchWatch, by_stream, combined
 from helixrt.protocol.step.blame import Standing
 from helixrt.protocol.step.following import Following
 from helixrt.protocol.step.lineage import CommitRecord, Incarnation, Log, is_last
@@ -55,12 +56,14 @@ from helixrt.protocol.step.messages import (
     RankDone,
     RankFailed,
     ReadLog,
+    Refuse,
     Reload,
     Reloaded,
     Rest,
     Restart,
     Rested,
     StoreLost,
+    Tell,
     Wait,
     WaitEnded,
     WaitOver,
@@ -122,6 +125,7 @@ class StepMachine:
         self.overflow: Overflow | None = None
         self.stop = ""  # reason of `session.stop`; the next record that can carry it ends the run
         self.standing = Standing()
+        self.watch, self.unsure = BatchWatch(self.rules.batches, self.rules.advance), -1
 
     @property
     def held_step(self) -> int:
@@ -194,6 +198,7 @@ class StepMachine:
             pauses=self.standing.pauses,
             stop=self.stop,
             order=self.order,
+            unsure=self.unsure,
         )
 
     def _join(self) -> Join:
@@ -320,13 +325,36 @@ class StepMachine:
             self.standing.broke(attempt.blamed)
             return [*actions, ReadLog(len(self.log))]
         self.standing.succeeded()
+        attempt.note_batches(self.rules.batches)
+        refused = self.watch.problem(attempt.candidate, attempt.batches)
+        changed = self._read_again(attempt)
+        if refused or (changed and self.rules.batches.strict):
+            return [*actions, Refuse(refused or changed)]
+        actions += [Tell(text) for text in (changed, self.watch.said()) if text]
         if not all(attempt.done.values()):
-            return self._not_finite(attempt)
+            return actions + self._not_finite(attempt)
         if self.held != attempt.assessment.base.hash:
             # still behind: a holder of the base decides; keep what is needed to follow
             self.following.keep(attempt.candidate)
-            return [Keep(attempt.candidate), self._join()]
-        return self._commit()
+            return [*actions, Keep(attempt.candidate), self._join()]
+        return actions + self._commit()
+
+    def _read_again(self, attempt: Attempt) -> str:
+        """What is wrong with the batches that this replica's ranks read again after a restart; "" if nothing is known."""
+        base, mine = attempt.assessment.base, attempt.read_again
+        if len(mine) < self.group_world_size or not (known := base.batches.get(self.replica, 0)):
+            return ""
+        position = base.positions[self.replica]
+        votes = {rank: (digest if at == position else 0,) for rank, (at, digest) in mine.items()}
+        found = combined(by_stream(votes, 0, self.rules.batches)[0] or [0])
+        if not found or found == known:
+            return ""
+        self.unsure = position
+        return (
+            f"the data of replica {self.replica} is another than before its restart: the batches before position {position} "
+            "are others when they are read again. From there on it is not known whether each item counts once; give the data "
+            "an order that depends on seeds and session.stream alone, or use session.sampler(dataset)"
+        )
 
     def _not_finite(self, attempt: Attempt) -> list[Action]:
         if self.replica not in attempt.assessment.contributors or self.held != attempt.assessment.base.hash:
@@ -385,8 +413,10 @@ class StepMachine:
         assert self.attempt is not None
         attempt, candidate = self.attempt, self.attempt.candidate
         actions = self._learn(event.entries)
-        if not self.log.on_chain(candidate.hash) or self.held != attempt.assessment.base.hash or self.following.fetching:
+        decided, waits = self.log.after(candidate.parent), self.held != candidate.parent or bool(self.following.fetching)
+        if waits or decided is None or decided.generation != candidate.generation:
             return [*actions, self._join()]
+        candidate = decided  # with the digests of batches, which a broken exchange has not
         donors = tuple(m for m in attempt.members if m.replica != self.replica)
         self.phase = Phase.REPAIRING
         self.following.repair(candidate)

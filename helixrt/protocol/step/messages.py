@@ -45,12 +45,16 @@ class JoinFailed:
 class RankDone:
     """The exchange of group rank `rank` is done: it holds the sums of `generation`. Its vote for the commit.
 
-    `finite`: no number in its buckets is infinite or NaN.
+    `finite`: no number in its buckets is infinite or NaN. `batches`: by replica, a digest of the batches that the equal rank
+    read for this step; 0 or missing: not known. `read_again`: (position, digest) of the batches before the first one that this
+    process worked on, as it read them.
     """
 
     generation: int
     rank: int
     finite: bool = True
+    batches: tuple[int, ...] = ()
+    read_again: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -340,6 +344,20 @@ class Restart:
 
 
 @dataclass(frozen=True)
+class Refuse:
+    """The run must not go on, for this reason, which is the same at the leader of each replica."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Say this once to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Rest:
     """The last step is done; serve state while others catch up, then answer `Rested`."""
 
@@ -367,5 +385,7 @@ Action = (
     | WaitOver
     | Hold
     | Restart
+    | Refuse
+    | Tell
     | Rest
 )

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from helixrt.protocol.step.batches import BatchRules
 from helixrt.protocol.step.blame import BlameRules, sitting_out
 from helixrt.protocol.step.deal import Deal
 from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Incarnation, Log, is_last
@@ -30,7 +31,7 @@ class StepRules:
     `applied=False` without a search for the culprit (an optimizer with a gradient scaler). A replica
     that was excluded more than `nonfinite_limit` times in `nonfinite_window` steps is restarted. A replica's stream moves
     on by `advance` batches in each step that it commits (micro-batches, where the stream counts these). `deal` is that of the
-    records of this life.
+    records of this life. `batches`: what is looked for in the digests of batches.
     """
 
     replay: int = 16
@@ -44,6 +45,7 @@ class StepRules:
     blame: BlameRules = field(default_factory=BlameRules)
     advance: int = 1
     deal: tuple[Deal, ...] = ()
+    batches: BatchRules = field(default_factory=BatchRules)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Member:
     never) catch-up; `blames`, `breaks` (exchanges broken in a row), `sits_until` (a generation) and `pauses` (in which it sat
     out, in a row) broken exchanges. `stop`: the reason if its program asks for the end of the run with the next record.
     `initial`: the digest of the state that it began with, which the quorums before the first commit compare. `order`: the hash
-    of the order of the schedule that it works by, "" for the one that it began with.
+    of the order of the schedule that it works by, "" for the one that it began with. `unsure`: from which position on its
+    streams gave other batches when they were read again (-1: none).
     """
 
     replica: int
@@ -104,6 +107,7 @@ class Member:
     stop: str = ""
     initial: str = ""
     order: str = ""
+    unsure: int = -1
 
     def to_plain(self) -> dict[str, Any]:
         """As plain containers, for JSON. A step makes one; `asdict` would copy every field."""
@@ -263,6 +267,11 @@ def successor(
         positions[replica] = base.position(replica, deal) + advance
     orders = {r: order for r, order in base.orders.items() if r not in assessment.healthy}
     orders |= {m.replica: m.order for m in members if m.order and m.replica in assessment.healthy}
+    same = base.deal == deal
+    unsure = dict(base.unsure) if same else {}
+    for member in members:
+        if member.unsure >= 0 and member.replica in assessment.healthy:
+            unsure.setdefault(member.replica, member.unsure)
     return CommitRecord(
         base.step + 1,
         generation,
@@ -276,6 +285,8 @@ def successor(
         next((m.stop for m in sorted(members, key=lambda m: m.replica) if m.stop), ""),
         deal,
         orders,
+        {r: digest for r, digest in base.batches.items() if r not in assessment.healthy} if same else {},
+        unsure,
     )
 
 

@@ -1,0 +1,78 @@
+"""The digest of a batch: equal content is equal, a change of any kind is another, and of some things nothing is known."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helixrt.job.batch_digest import PART_BYTES, WHOLE_BYTES, batch_digest, together
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    label: int
+
+
+def tokens(fill: int = 0) -> torch.Tensor:
+    return torch.arange(64).view(8, 8) + fill
+
+
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "a value": (tokens(), tokens(1)),
+    "the shape": (tokens(), tokens().view(4, 16)),
+    "the type": (tokens(), tokens().to(torch.int32)),
+    "which of two": ((tokens(), tokens(1)), (tokens(1), tokens())),
+    "a key": ({"a": tokens()}, {"b": tokens()}),
+    "in a mapping of its own": (UserDict(a=tokens()), UserDict(a=tokens(1))),
+    "in a named tuple": (Pair(tokens(), 1), Pair(tokens(), 2)),
+    "in a data class": (Sample(tokens(), 1), Sample(tokens(), 2)),
+    "a text": (["one"], ["two"]),
+    "an array": (np.arange(5.0), np.arange(5.0) + 1),
+    "half precision": (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)),
+    "how it is cut": ([[1, 2], [3]], [[1], [2, 3]]),
+    "deep inside": ([{"a": (tokens(), [1.5])}], [{"a": (tokens(), [1.25])}]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_equal_content_gives_equal_digests_and_any_change_another(change: str) -> None:
+    first, second = CHANGES[change]
+    assert batch_digest(first) == batch_digest(first) != batch_digest(second)
+    assert 0 < batch_digest(first) < 1 << 63
+
+
+def test_the_layout_in_memory_does_not_count() -> None:
+    assert batch_digest(tokens().t().contiguous().t()) == batch_digest(tokens())
+    assert batch_digest(np.asfortranarray(tokens().numpy())) == batch_digest(tokens().numpy())
+
+
+def test_of_large_tensors_parts_are_looked_at_from_end_to_end() -> None:
+    large = torch.zeros(8 * WHOLE_BYTES, dtype=torch.uint8)
+    before = batch_digest(large)
+    for place in (0, len(large) - 1):
+        large[place] = 1
+        assert batch_digest(large) != before
+        large[place] = 0
+    large[len(large) // 2 : len(large) // 2 + 8 * PART_BYTES] = 1
+    assert batch_digest(large) != before
+
+
+@pytest.mark.parametrize("batch", [object(), [], {"a": object()}, [object()], torch.zeros(2).to_sparse(), np.array([{}])])
+def test_of_what_cannot_be_read_nothing_is_known(batch: Any) -> None:
+    assert batch_digest(batch) == 0 < batch_digest([batch, 1])
+
+
+def test_batches_count_in_their_order_and_one_that_is_not_known_makes_all_so() -> None:
+    one, two = batch_digest(tokens()), batch_digest(tokens(1))
+    assert together([one, two]) != together([two, one]) and together([one]) == one
+    assert together([one, 0]) == 0 == together([0, two])
+    late = torch.tensor(one), torch.tensor(two)
+    assert int(together(late)) == together([one, two]) == int(together([one, late[1]])), "a device's arithmetic gives the same"
