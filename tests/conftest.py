@@ -256,6 +256,15 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
+def one_thread() -> None:
+    """One thread of torch, and the same random numbers in every run."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
 def run_stages(monkeypatch: pytest.MonkeyPatch) -> RunStages:
     """`run_stages(n, fn)` calls fn(stage, group) on n threads, each a rank of one Gloo group; gives their results.
 

@@ -162,6 +162,20 @@ def run(command: Sequence[object], *, timeout: float = 230.0, input: Any = None,
     return done
 
 
+def output_of(*arguments: object, timeout: float = 230.0, cwd: str | Path | None = None, **variables: str) -> Any:
+    """What this interpreter says and ends with, given these arguments, with the checkout on its path, and these variables."""
+    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", **variables}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "env": environment, "cwd": cwd, "timeout": timeout}
+    return run([sys.executable, *arguments], **options)
+
+
+def succeeded(*arguments: object, timeout: float = 230.0, **variables: str) -> Any:
+    """The same of a program that must end with exit code 0."""
+    done = output_of(*arguments, timeout=timeout, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def _order(args: Any, env: Any, cwd: Any, session: bool, passed: Any) -> dict[str, Any] | None:
     """What the server is told, or None for a program that starts in the plain way."""
     global _server

@@ -19,11 +19,7 @@ import helixrt
 from helixrt.errors import ConfigError
 from helixrt.passes.errors import CaptureError
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):

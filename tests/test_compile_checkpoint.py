@@ -18,10 +18,7 @@ from helixrt.bench._live_storage import LiveStorage
 BLOCKS, MICROBATCHES, WIDE = 16, 2, 64
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def products_saved(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

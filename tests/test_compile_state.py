@@ -33,10 +33,7 @@ X, Y = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().man
 MICROBATCHES = 4
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):

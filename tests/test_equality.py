@@ -211,9 +211,7 @@ def check_many(name: str) -> None:
     check(EVERY[name], MANY)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.system

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,17 +14,9 @@ from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.rendezvous import meet
 from helixrt.errors import Cause, Fatal, Retryable
-from helixrt.replica.store import host_store
 from helixrt.transport.contract import Outcome, Received
 from tests.collectives.exchange_conformance import DEADLINE_S, SECRET, ExchangeConformance, make_exchange
 from tests.collectives.queue_endpoint import Hub
-
-
-@pytest.fixture
-def store_address() -> Iterator[str]:
-    server, address = host_store()
-    yield address
-    del server
 
 
 class TestSharedMemory(ExchangeConformance):

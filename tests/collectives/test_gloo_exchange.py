@@ -16,7 +16,6 @@ import torch.distributed as dist
 from helixrt.collectives.gloo import GlooExchange
 from helixrt.collectives.gloo_private import GlooDevice
 from helixrt.errors import Retryable
-from helixrt.replica.store import host_store
 from tests.collectives.exchange_conformance import (
     DEADLINE_S,
     ExchangeConformance,
@@ -27,13 +26,6 @@ from tests.collectives.exchange_conformance import (
 )
 
 pytest.importorskip("torchft", reason="torchft is not installed (extra: ft)")
-
-
-@pytest.fixture
-def store_address() -> Iterator[str]:
-    server, address = host_store()
-    yield address
-    del server
 
 
 class TestGloo(ExchangeConformance):

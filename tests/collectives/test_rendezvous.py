@@ -35,13 +35,6 @@ from tests.waiting import until
 LIMIT_S, LATE_S, SLACK_S = 60.0, 0.3, 60.0
 
 
-@pytest.fixture
-def store_address() -> Iterator[str]:
-    server, address = host_store()
-    yield address
-    del server
-
-
 class Hears(QueueEndpoint):
     """Hears how long `connect` may take, and connects to nobody; it takes a while itself."""
 

@@ -7,12 +7,10 @@ and a plain loop over the whole model says what must come out.
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from helixrt.engines.deepspeed import DeepSpeedEngine
-from helixrt.engines.inner_group import InnerGroup, lost_rank
+from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.stream_marks import StreamMarks
 from helixrt.errors import ConfigError, Fatal, MisuseError, Retryable
 from helixrt.job.checkpoint_layout import Index, PartIndex, RankPart
@@ -28,7 +26,7 @@ from helixrt.job.checkpoint_restore import restored
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import State
 from tests import ranks_context
-from tests.engines.same_state import same_state
+from tests.engines.scenarios import answer, lost, raises, record, same_state, summed
 
 REPLICAS, ACCUMULATE, INPUTS, CLIP = 2, 2, 6, 0.05
 KINDS = [(1, "float32", ""), (2, "float32", ""), (3, "float32", ""), (1, "bf16", "fp32"), (2, "bf16", "fp32"), (3, "bf16", "")]
@@ -116,14 +114,6 @@ class Replica:
         return result
 
 
-def record(step: int, contributors: tuple[int, ...]) -> CommitRecord:
-    return CommitRecord(step, step, "parent", tuple((replica, 0) for replica in contributors))
-
-
-def summed(replicas: list[Replica]) -> list[torch.Tensor]:
-    return [torch.stack(list(parts)).sum(0) for parts in zip(*(r.engine.buckets for r in replicas), strict=True)]
-
-
 class Plain:
     """One process over the union of all ranks' micro-batches, in float32."""
 
@@ -196,7 +186,7 @@ def trains_as_one_process(group: InnerGroup) -> None:
                 chosen[-1].work(step + 8, micro_batches=1)
             for replica in chosen:
                 replica.work(step)
-            sums = summed(chosen)
+            sums = summed([each.engine for each in chosen])
             loss = plain.step(step, contributors, group.size, rate)
             updates = [replica.engine.apply(record(step, contributors), [s.clone() for s in sums]) for replica in replicas]
             assert abs(float(updates[0].loss) - loss) <= (1e-5 if dtype == "float32" else 2e-2) * abs(loss)
@@ -216,7 +206,7 @@ def loads_its_partition(group: InnerGroup) -> None:
             tensor.add_(1)  # whatever it began with
         for step in (1, 2):
             donor.work(step)
-            donor.engine.apply(record(step, (0,)), [s.clone() for s in summed([donor])])
+            donor.engine.apply(record(step, (0,)), [s.clone() for s in summed([donor.engine])])
         state = donor.engine.state()
         copy = State({name: tensor.clone() for name, tensor in state.tensors.items()}, dict(state.scalars))
         fresh.engine.load(copy)
@@ -224,7 +214,7 @@ def loads_its_partition(group: InnerGroup) -> None:
         for name, parameter in whole(fresh).items():
             assert torch.equal(parameter, whole(donor)[name]), name
         donor.work(3)
-        sums = [s.clone() for s in summed([donor])]
+        sums = [s.clone() for s in summed([donor.engine])]
         for replica in (donor, fresh):  # one of them has done no work
             replica.engine.apply(record(3, (0,)), [s.clone() for s in sums])
         same_state(donor.engine.state(), fresh.engine.state())
@@ -244,7 +234,7 @@ def is_checkpointed(group: InnerGroup) -> None:
     for stage in (2, 3):
         donor, fresh = (Replica(r, group, config(stage)) for r in range(REPLICAS))
         donor.work(1)
-        donor.engine.apply(record(1, (0,)), [s.clone() for s in summed([donor])])
+        donor.engine.apply(record(1, (0,)), [s.clone() for s in summed([donor.engine])])
         state, parts = donor.engine.state(), [None] * group.size
         mine = RankPart.of(state, donor.engine.portions())
         dist.all_gather_object(parts, mine.index().to_plain())
@@ -285,7 +275,7 @@ def updates_without_the_loops_autocast(group: InnerGroup) -> None:
     replica.deepspeed.optimizer.optimizer.register_step_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled(device)))
     replica.work(1)
     with torch.autocast(device, torch.bfloat16):
-        replica.engine.apply(record(1, (0,)), [s.clone() for s in summed([replica])])
+        replica.engine.apply(record(1, (0,)), [s.clone() for s in summed([replica.engine])])
         assert torch.is_autocast_enabled(device)
     assert seen == [False]
 
@@ -332,27 +322,13 @@ def a_lost_rank_is_told(group: InnerGroup) -> None:
         replica.work(1)
     if group.rank == 0:
         replicas[2].deepspeed.optimizer.optimizer.step = lambda: os._exit(9)
-    sums = summed([replicas[2]])
-    lost(lambda: replicas[2].engine.apply(record(1, (0,)), sums))
+    sums = summed([replicas[2].engine])
+    with lost():
+        replicas[2].engine.apply(record(1, (0,)), sums)
     raises(MisuseError, "the state is undefined", lambda: replicas[2].engine.begin(lambda bucket: None))
-    lost(lambda: replicas[3].work(1))
+    with lost():
+        replicas[3].work(1)
     raises(Retryable, "a rank of this replica is lost", lambda: group.gather(torch.ones(2)))
-
-
-def lost(call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except Retryable as error:
-        assert "a rank of this replica is lost" in str(error)
-    except RuntimeError as error:
-        assert lost_rank(error), traceback.format_exc()
-    else:
-        raise AssertionError("no collective failed")
-
-
-def raises(kind: type[BaseException], match: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=match):
-        call()
 
 
 ON_A_DEVICE: list[Callable[[InnerGroup], None]] = [
@@ -376,18 +352,7 @@ def run(rank: int, size: int, device: str, names: list[str], rendezvous: str, re
     store = dist.FileStore(rendezvous, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     group = InnerGroup(init_device_mesh(device, (size,), mesh_dim_names=("dp_shard",)))
-    for scenario in (each for each in SCENARIOS if each.__name__ in names):
-        wrong = ""
-        try:
-            scenario(group)
-        except BaseException:
-            wrong = traceback.format_exc()
-        results.put((rank, scenario.__name__, wrong))
-        if wrong:
-            break
-    results.close()
-    results.join_thread()
-    os._exit(0)
+    answer(rank, [each for each in SCENARIOS if each.__name__ in names], lambda: group, results)
 
 
 def wrong_by_scenario(size: int, device: str, names: list[str], rendezvous: str) -> dict[str, list[str]]:

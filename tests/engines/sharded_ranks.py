@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import random
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,9 +26,8 @@ from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import blocks, shard_model
 from helixrt.errors import Fatal, MisuseError, Retryable
-from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import State
-from tests.engines.same_state import same_state
+from tests.engines.scenarios import answer, lost, raises, record, same_state, summed
 from tests.engines.sharded_model import INPUTS, Block, Model
 
 SEED, REPLICAS = 5, 2
@@ -78,14 +75,6 @@ class Replica(Trained):
             self.engine.backward(loss, weight, last=number == accumulate - 1)
         assert len(self.handed_out) == len(self.engine.buckets) - len(self.engine._book.tensors), "not within backward"
         return self.engine.end()
-
-
-def record(step: int, contributors: tuple[int, ...]) -> CommitRecord:
-    return CommitRecord(step, step, "parent", tuple((replica, 0) for replica in contributors))
-
-
-def summed(engines: list[ModuleEngine]) -> list[torch.Tensor]:
-    return [torch.stack(list(parts)).sum(0) for parts in zip(*(engine.buckets for engine in engines), strict=True)]
 
 
 def plain_step(p: Trained, step: int, contributors: tuple[int, ...], ranks: int, accumulate: int, mode: str) -> float:
@@ -318,26 +307,15 @@ def blocks_are_found(group: InnerGroup) -> None:
     assert blocks(named) == [named[0]]
 
 
-def raises(kind: type[BaseException], match: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=match):
-        call()
-
-
 def a_lost_rank_is_told(group: InnerGroup) -> None:
     """The last scenario: rank 0 ends in the middle of a step, and the others' collectives fail at once."""
     replica = Replica(0, group, 5, 1, lambda *_: 0)
     replica.work(1, 1)
     if group.rank == 0:
         os._exit(9)
-    try:
+    with lost():
         replica.loss(0, group.rank, 1)
         replica.work(2, 1)
-    except Retryable as error:
-        assert "a rank of this replica is lost" in str(error)
-    except RuntimeError as error:
-        assert lost_rank(error), traceback.format_exc()
-    else:
-        raise AssertionError("no collective failed")
     raises(Retryable, "a rank of this replica is lost", lambda: group.gather(torch.ones(2)))
     assert not lost_rank(RuntimeError("of the user's own code"))
 
@@ -362,15 +340,4 @@ def run(rank: int, size: int, rendezvous: str, results: Any) -> None:
     one_gloo_worker()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     group = InnerGroup(init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",)))
-    for scenario in SCENARIOS:
-        wrong = ""
-        try:
-            scenario(group)
-        except BaseException:
-            wrong = traceback.format_exc()
-        results.put((rank, scenario.__name__, wrong))
-        if wrong:
-            break
-    results.close()
-    results.join_thread()
-    os._exit(0)
+    answer(rank, SCENARIOS, lambda: group, results)

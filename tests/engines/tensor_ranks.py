@@ -7,19 +7,16 @@ the whole model in one process says what must come out. All in float64.
 from __future__ import annotations
 
 import os
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from helixrt.collectives.gloo_groups_private import one_gloo_worker
-from helixrt.engines.inner_group import lost_rank
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
@@ -27,10 +24,10 @@ from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.sharded import is_sharded, local, shard_model
 from helixrt.engines.tensor_gradients import TensorRanks
 from helixrt.engines.tensor_plan import apply_plan
-from helixrt.errors import ConfigError, Fatal, MisuseError, Retryable
-from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.errors import ConfigError, Fatal, MisuseError
 from helixrt.replica.contracts import State
 from tests.engines import tensor_models as models
+from tests.engines.scenarios import answer, lost, raises, record, same_state, summed
 
 SEED, REPLICAS, ACCUMULATE, CLIP = 5, 2, 2, 0.5
 FLOAT32 = 1e-6
@@ -112,14 +109,6 @@ class Replica(Trained):
         assert grads == sorted(grads, reverse=True), "the order of buckets must be the same on every replica"
 
 
-def record(step: int, contributors: tuple[int, ...]) -> CommitRecord:
-    return CommitRecord(step, step, "parent", tuple((replica, 0) for replica in contributors))
-
-
-def summed(engines: list[ModuleEngine]) -> list[torch.Tensor]:
-    return [torch.stack(list(parts)).sum(0) for parts in zip(*(engine.buckets for engine in engines), strict=True)]
-
-
 def plain_step(p: Trained, step: int, contributors: tuple[int, ...], shards: int) -> tuple[float, float]:
     """One step of one process over all micro-batches; the mean loss and the gradient's norm."""
     p.model.zero_grad()
@@ -182,12 +171,6 @@ def trains_as_one_process(
 def close(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: str) -> None:
     far = float((mine.detach().double() - theirs.double()).abs().max()) / max(1e-3, float(theirs.abs().max()))
     assert mine.shape == theirs.shape and far <= tolerance, f"{what} differs by {far:.3g}"
-
-
-def same_state(one: State, other: State) -> None:
-    assert list(one.tensors) == list(other.tensors) and dict(one.scalars) == dict(other.scalars)
-    for name, tensor in one.tensors.items():
-        assert torch.equal(tensor, other.tensors[name]), name
 
 
 def llama(ranks: Ranks) -> None:
@@ -368,20 +351,9 @@ def a_lost_rank_is_told(ranks: Ranks) -> None:
         os._exit(9)
     if ranks.tensor.rank == 0 and ranks.shard != ranks.shards - 1:
         return  # its own tp group is whole, and the other rank of it fails
-    try:
+    with lost():
         for step in (2, 3):
             replica.work(step)
-    except Retryable as error:
-        assert "a rank of this replica is lost" in str(error)
-    except RuntimeError as error:
-        assert lost_rank(error), traceback.format_exc()
-    else:
-        raise AssertionError("no collective failed")
-
-
-def raises(kind: type[BaseException], match: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=match):
-        call()
 
 
 TENSOR = [
@@ -415,17 +387,6 @@ def run(rank: int, sizes: dict[str, int], rendezvous: str, results: Any, only: s
     one_gloo_worker()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     mesh = ReplicaMesh(sizes, rank, timeout=timedelta(seconds=120))
-    for scenario in SHARDED_TENSOR if "dp_shard" in sizes else TENSOR:
-        if only and scenario.__name__ not in only.split(","):
-            continue
-        wrong = ""
-        try:
-            scenario(Ranks(mesh))
-        except BaseException:
-            wrong = traceback.format_exc()
-        results.put((rank, scenario.__name__, wrong))
-        if wrong:
-            break
-    results.close()
-    results.join_thread()
-    os._exit(0)
+    chosen = SHARDED_TENSOR if "dp_shard" in sizes else TENSOR
+    names = only.split(",") if only else [each.__name__ for each in chosen]
+    answer(rank, [each for each in chosen if each.__name__ in names], lambda: Ranks(mesh), results)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 from helixrt.protocol.step.lineage import CommitRecord, audit
 from helixrt.record import Kind, read_events
@@ -18,9 +19,20 @@ KILLED = Path(__file__).with_name("killed.py")
 
 
 def run(*arguments: str | Path | int, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *map(str, arguments)]
-    return programs.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=460)
+    return programs.output_of(*arguments, cwd=cwd, timeout=460)
+
+
+def imported(script: Path) -> ModuleType:
+    """A script as a module of its name, with no arguments."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    arguments, sys.argv = sys.argv, [script.name]  # it reads them
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.argv = arguments
+    return module
 
 
 def folder_of(root: Path) -> Path:

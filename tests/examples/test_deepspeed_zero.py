@@ -3,11 +3,8 @@ process with plain PyTorch, within rounding."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from torch import nn
 from helixrt.engines.random_state import set_random_state
 from helixrt.job.sampler import StreamSampler
 from helixrt.record import Kind, read_events
-from tests.examples.runs import KILLED, ROOT, check_killed_run, folder_of, run
+from tests.examples.runs import KILLED, ROOT, check_killed_run, folder_of, imported, run
 from tests.job.lineage_oracle import chain, follow, reported
 
 pytest.importorskip("deepspeed")
@@ -24,21 +21,9 @@ EXAMPLE = ROOT / "examples" / "deepspeed_zero.py"
 SEED, STREAMS, RANKS, ROWS, ACCUMULATE, STEPS = 1, 4, 2, 4, 2, 24
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("deepspeed_zero", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    arguments, sys.argv = sys.argv, ["deepspeed_zero.py"]  # it reads them
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.argv = arguments
-    return module
-
-
 def losses_of_one_process(folder: Path) -> list[float]:
     """The mean loss of each step, over all ranks of its contributors."""
-    module = example()
+    module = imported(EXAMPLE)
     torch.manual_seed(SEED)
     model = module.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=module.CONFIG["optimizer"]["params"]["lr"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -18,24 +16,11 @@ from helixrt.engines.random_state import set_random_state
 from helixrt.job.sampler import StreamSampler
 from helixrt.protocol.step.lineage import CommitRecord, audit
 from helixrt.record import Kind, read_events
-from tests.examples.runs import KILLED, run
+from tests.examples.runs import KILLED, ROOT, imported, run
 from tests.job.lineage_oracle import chain, reported
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "hsdp.py"
 SEED, REPLICAS, ROWS = 1, 2, 4
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hsdp", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    arguments, sys.argv = sys.argv, ["hsdp.py"]  # it reads them
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.argv = arguments
-    return module
 
 
 class OneProcess:
@@ -120,7 +105,7 @@ def test_a_replica_that_loses_a_rank_returns_whole_and_the_result_is_that_of_one
     done = run(KILLED, steps, tmp_path, EXAMPLE, "", REPLICAS, ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = (tmp_path / "latest").resolve()
-    module = example()
+    module = imported(EXAMPLE)
 
     records = chain(folder)
     assert [record.step for record in records] == list(range(steps + 1))

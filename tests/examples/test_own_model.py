@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +16,7 @@ from helixrt.compile.materialize import materialize
 from helixrt.engines.random_state import set_random_state
 from helixrt.job.sampler import StreamSampler
 from helixrt.record import Kind, read_events
-from tests.examples.runs import KILLED, ROOT, check_killed_run, folder_of, run
+from tests.examples.runs import KILLED, ROOT, check_killed_run, folder_of, imported, run
 from tests.job.drawn import Divided, Drawn, nowhere, over_positions
 from tests.job.lineage_oracle import chain, follow, parameters_sha256, reported
 
@@ -26,22 +24,10 @@ EXAMPLE = ROOT / "examples" / "own_model.py"
 STEPS, SEED, MICROBATCHES = 50, 1, 4
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("own_model", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    arguments, sys.argv = sys.argv, ["own_model.py"]  # it reads them
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.argv = arguments
-    return module
-
-
 def one_process(folder: Path, captured: Divided | None = None) -> tuple[nn.Module, list[float]]:
     """The example's model after the steps of the lineage, in plain PyTorch, and the mean loss of each step. `captured`: of a
     captured model, with its weights, its micro-batches, and what its ranks drop."""
-    module = example()
+    module = imported(EXAMPLE)
     torch.manual_seed(SEED)
     model = module.GPT2LMHeadModel(module.CONFIG)
     if captured is not None:

@@ -18,6 +18,7 @@ import helixrt
 from helixrt.job.leaving import ASK_S
 from helixrt.job.step import Committed
 from helixrt.replica.run_keys import leave_key
+from tests.examples.matrix import Average
 from tests.job import object_store
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -25,24 +26,6 @@ REPLICAS = int(sys.argv[3]) if len(sys.argv) > 3 else 2
 RESUME = sys.argv[4] if len(sys.argv) > 4 else None
 STEPS, ACCUMULATE = 12, 2
 STORAGE = f"{object_store.PROTOCOL}://{FOLDER.resolve()}/bucket" if os.environ.get("CHECKPOINTS") == "storage" else ""
-
-
-class Average:
-    """A moving average of the weights: state that the update changes besides the model's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def follow(self, model: nn.Module) -> None:
-        for name, p in model.named_parameters():
-            self.values[name].lerp_(p.detach(), 0.1)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, value in state.items():
-            self.values[name].copy_(value)
 
 
 class Carry:

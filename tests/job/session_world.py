@@ -19,7 +19,7 @@ from helixrt.job.agreements import LayoutAgreement
 from helixrt.job.evaluation import Measured
 from helixrt.job.session import Session
 from helixrt.job.session_host import Plan, SessionSettings
-from helixrt.job.step import Worker
+from helixrt.job.step import Step, Worker
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.replica.commands import Evaluate
 from helixrt.replica.contracts import WorkResult
@@ -145,3 +145,21 @@ class DrawingLoader:
             drawn = [torch.rand(()).item(), random.random(), float(numpy.random.rand())]
             assert len(drawn) == 3 and number < len(self)
             yield batch
+
+
+def ready(
+    host: LocalHost | None = None, registered: Mapping[str, Any] | None = None, **settings: Any
+) -> tuple[Session, nn.Module]:
+    """A session with a `tiny` model and SGD; `registered` is what else it registers."""
+    session, model = session_with(host or LocalHost(), **settings), tiny()
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], **(registered or {}))
+    return session, model
+
+
+def worked(session: Session, model: nn.Module, until: int, accumulate: int = 1) -> Iterator[Step[Any]]:
+    """Steps over `batches()`, each after the backward of its micro-batches and before its commit."""
+    for step in session.steps(batches(), until=until, accumulate=accumulate):
+        for x, y in step:
+            step.backward(summed(model, x, y))
+        yield step
+

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 def launch(folder: Path, channels: str, hangs: str = "") -> dict[str, Any]:
     """The run's report."""
-    root, script = Path(__file__).parents[2], Path(__file__).parent / "busy_stage_script.py"
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder), channels, hangs]
-    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=440)
-    assert done.returncode == 0, done.stdout + done.stderr
+    script = Path(__file__).parent / "busy_stage_script.py"
+    done = programs.succeeded(script, folder, channels, hangs, timeout=440)
     assert f"ended at step {STEPS}" in done.stdout
     report: dict[str, Any] = json.loads((folder / "latest" / "report.json").read_text())
     return report

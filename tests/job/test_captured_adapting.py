@@ -4,9 +4,7 @@ begin with the order that the log names, and follow costs further."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,7 @@ FIRST = order_key(build("zb", 2, 8))
 
 def launch(case: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
-    root = SCRIPT.parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), case, str(folder), *arguments]
-    return programs.run(command, capture_output=True, text=True, env=environment, timeout=230)
+    return programs.output_of(SCRIPT, case, folder, *arguments, timeout=230)
 
 
 def changes(run: Path, replica: int) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -64,11 +63,7 @@ def plain_losses(module: ModuleType, records: list[CommitRecord]) -> tuple[list[
 @pytest.mark.timeout(480)
 def test_a_run_with_more_lengths_than_graphs_trains_as_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = script(monkeypatch)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "HELIXRT_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, str(SCRIPT), str(tmp_path)]
-    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=440)
-    assert done.returncode == 0, done.stdout + done.stderr
+    programs.succeeded(SCRIPT, tmp_path, timeout=440, HELIXRT_CACHE=str(tmp_path / "cache"))
     run = (tmp_path / "latest").resolve()
     records = chain(run)
     assert records[-1].step == module.STEPS and len(set(reported(run))) == 1

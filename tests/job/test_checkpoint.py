@@ -32,36 +32,11 @@ from helixrt.job.storage_trouble import StorageTrouble
 from helixrt.job.stored_path import Place, StoredPath, place_of
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.contracts import RunStore, State
+from helixrt.replica.contracts import State
+from helixrt.replica.store import MemoryRunStore
 from tests.job.chains import chain_of
 from tests.job.object_store import ObjectStore
 from tests.waiting import until
-
-
-class MemoryStore(RunStore):
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._changed = threading.Condition()
-
-    def put_if_absent(self, key: str, value: str) -> str:
-        with self._changed:
-            self._changed.notify_all()
-            return self._values.setdefault(key, value)
-
-    def set(self, key: str, value: str) -> None:
-        self._values[key] = value
-
-    def get(self, key: str) -> str | None:
-        return self._values.get(key)
-
-    def wait(self, key: str, timeout_s: float) -> str:
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
-                raise Retryable(f"no {key} after {timeout_s} s")
-            return self._values[key]
-
-    def delete(self, key: str) -> None:
-        self._values.pop(key, None)
 
 
 def record_of(step: int, generation: int = 1) -> CommitRecord:
@@ -117,7 +92,7 @@ class Replica:
         life: str = "0/0",
     ) -> None:
         self.records = [FlightRecord(f"r0.pp{s}") for s in range(stages)]
-        self.store, self.said = MemoryStore(), list[str]()
+        self.store, self.said = MemoryRunStore(), list[str]()
         self.savers = [
             Checkpointer(
                 folder, s, {"pp": stages}, self.store, self.records[s], every, keep, last_step, write_s, life, self.said.append

@@ -15,8 +15,9 @@ from helixrt.job.durable_state import DurableState
 from helixrt.job.stored_path import StoredPath
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.replica.contracts import State
+from helixrt.replica.store import MemoryRunStore
 from tests.job.object_store import ObjectStore
-from tests.job.test_checkpoint import MESH, WEIGHT, MemoryStore, Replica, files_of, half_written, record_of, state_of
+from tests.job.test_checkpoint import MESH, WEIGHT, Replica, files_of, half_written, record_of, state_of
 
 
 def test_a_storage_that_breaks_stops_no_training_and_the_next_attempt_is_in_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_a_replica_that_starts_while_the_storage_is_silent_starts_again(tmp_path
     replica.save_and_wait(record)
     replica.close()
     log = Log([root, record])
-    durable = DurableState(place, 0, MESH, None, lambda: log, MemoryStore(), "0/1")  # type: ignore[arg-type]
+    durable = DurableState(place, 0, MESH, None, lambda: log, MemoryRunStore(), "0/1")  # type: ignore[arg-type]
     chosen: list[checkpoints.Checkpoint] = []
     assert durable.newest(-1, chosen.append) == record.hash
     (folder,) = checkpoints.step_folders(place)
@@ -120,7 +121,7 @@ def test_a_read_that_fails_once_damages_nothing(tmp_path: Path, monkeypatch: pyt
 
     log = Log([root, record])
     engine = type("Engine", (), {"state": lambda self: State(state_of(0, 4)), "portions": lambda self: {}})()
-    durable = DurableState(place, 0, MESH, engine, lambda: log, MemoryStore(), "0/1")
+    durable = DurableState(place, 0, MESH, engine, lambda: log, MemoryRunStore(), "0/1")
     for name, asked in (("complete.json", True), ("part.json", True), ("__0_0.distcp", False)):
         failing.append(name)
         with monkeypatch.context() as patched:

@@ -13,7 +13,7 @@ from helixrt.job.controller import Controller, Happening, Terminated
 from helixrt.job.draining import DrainAsked
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, Options, Phase, ReplicaState, RunState, StopRun
 from helixrt.job.step_rules import skipped_positions
-from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
+from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.progress import ProgressReport, ThreadReport
 from helixrt.replica.run_keys import (
     EXIT_KEY,
@@ -25,30 +25,21 @@ from helixrt.replica.run_keys import (
     running_key,
     working_key,
 )
+from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
 
 
-class MemoryStore(RunStore):
+class MemoryStore(MemoryRunStore):
+    """Answers nothing while it is `down`."""
+
     def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.down = False
-
-    def put_if_absent(self, key: str, value: str) -> str:
-        return self.values.setdefault(key, value)
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
+        super().__init__()
+        self.values, self.down = self._values, False
 
     def get(self, key: str) -> str | None:
         if self.down:
             raise Retryable("connection refused")
-        return self.values.get(key)
-
-    def wait(self, key: str, timeout_s: float) -> str:
-        raise NotImplementedError
-
-    def delete(self, key: str) -> None:
-        self.values.pop(key, None)
+        return super().get(key)
 
 
 class ListedLauncher(Launcher):

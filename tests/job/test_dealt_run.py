@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,9 +18,7 @@ ACCUMULATE, BATCH = 2, 4
 
 
 def launch(folder: Path, replicas: int, steps: int, *resume: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(folder), str(replicas), str(steps), *resume]
-    return programs.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    return programs.output_of(SCRIPT, folder, replicas, steps, *resume, timeout=200)
 
 
 def items_entered(folder: Path, records: Sequence[CommitRecord], replicas: int) -> list[int]:

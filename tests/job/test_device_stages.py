@@ -4,8 +4,6 @@ The first case runs on the CPU as well, so that the comparison itself is tried e
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,7 @@ GPU = pytest.mark.gpu
 
 def stages_of(folder: Path, case: str, device: str, dtype: str = "float32") -> list[dict[str, Any]]:
     """What the two stages have left of a run."""
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(script.__file__)), str(folder), case, device, dtype]
-    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=230)
-    assert done.returncode == 0, done.stdout + done.stderr
+    programs.succeeded(Path(script.__file__), folder, case, device, dtype, timeout=230)
     return [torch.load(folder / f"stage{stage}.pt") for stage in range(2)]
 
 

@@ -16,7 +16,8 @@ from helixrt.job.durable_state import DurableState
 from helixrt.job.stored_path import Place
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.replica.contracts import State
-from tests.job.test_checkpoint import MESH, WEIGHT, MemoryStore, Replica, files_of, place, state_of
+from helixrt.replica.store import MemoryRunStore
+from tests.job.test_checkpoint import MESH, WEIGHT, Replica, files_of, place, state_of
 
 __all__ = ["place"]  # a fixture
 
@@ -28,7 +29,7 @@ NEWER = CommitRecord(4, 4, OLDER.hash, ((0, 0),), {0: 4}, "run")
 class Rank:
     """An engine whose state is what was loaded."""
 
-    def __init__(self, number: int, place: Place, store: MemoryStore, life: str) -> None:
+    def __init__(self, number: int, place: Place, store: MemoryRunStore, life: str) -> None:
         self.held = State(state_of(number, 0))
         self.durable: Any = DurableState(place, number, MESH, self, lambda: Log([ROOT, OLDER, NEWER]), store, life)  # type: ignore[arg-type]
 
@@ -63,7 +64,7 @@ def damage(place: Place, record: CommitRecord, rank: int) -> None:
 
 def test_a_rank_that_reads_what_was_not_written_has_an_older_one_taken_in_every_replica(saved: Place) -> None:
     damage(saved, NEWER, 1)
-    store = MemoryStore()
+    store = MemoryRunStore()
     ranks = [Rank(number, saved, store, "0/1") for number in (0, 1)]
     other = Rank(0, saved, store, "1/1")
     assert ranks[0].durable.newest(-1) == other.durable.newest(-1) == NEWER.hash, "nobody has read its tensors"
@@ -78,7 +79,7 @@ def test_a_rank_that_reads_what_was_not_written_has_an_older_one_taken_in_every_
 
 
 def test_with_every_checkpoint_damaged_the_run_does_not_begin_again(saved: Place) -> None:
-    store = MemoryStore()
+    store = MemoryRunStore()
     rank = Rank(1, saved, store, "0/1")
     for record in (NEWER, OLDER):
         damage(saved, record, 1)
@@ -93,12 +94,12 @@ def test_a_file_that_is_too_short_is_noticed_before_anything_is_read(saved: Plac
     assert folder is not None
     file = Path(files_of(folder) / "rank_1" / "__0_0.distcp")
     file.write_bytes(file.read_bytes()[:-1])
-    assert Rank(0, saved, MemoryStore(), "0/1").durable.newest(-1) == OLDER.hash
+    assert Rank(0, saved, MemoryRunStore(), "0/1").durable.newest(-1) == OLDER.hash
 
 
 def test_a_whole_checkpoint_that_was_not_read_is_read_again(saved: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch raises RuntimeError when an allocation fails."""
-    rank = Rank(1, saved, MemoryStore(), "0/1")
+    rank = Rank(1, saved, MemoryRunStore(), "0/1")
     with monkeypatch.context() as patched:
         patched.setattr(dcp_private._Box, "target", no_memory)
         with pytest.raises(Retryable, match=r"cannot load .*; its files are whole"):
@@ -112,7 +113,7 @@ def no_memory(box: object) -> None:
 
 @pytest.mark.parametrize("place", ["folder"], indirect=True)
 def test_a_block_that_cannot_be_read_is_damage(saved: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(1, saved, MemoryStore(), "0/1")
+    rank = Rank(1, saved, MemoryRunStore(), "0/1")
     assert isinstance(saved, Path)
     opened = open
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -204,10 +203,7 @@ def test_logging_is_set_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 def launch(
     case: str, folder: Path, replicas: int = 2, *resume: str, checkpoints: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CHECKPOINTS": checkpoints}
-    command = [sys.executable, str(SCRIPT), case, str(folder), str(replicas), *resume]
-    return programs.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    return programs.output_of(SCRIPT, case, folder, replicas, *resume, timeout=200, CHECKPOINTS=checkpoints)
 
 
 def newest(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from helixrt.job.checkpoint import is_due
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import SAVED, PerReplicaState
 from helixrt.replica.store import MemoryRunStore
-from tests.job.session_world import LocalHost, batches, session_with, summed, tiny
+from tests.job.session_world import LocalHost, batches, ready, session_with, summed, tiny, worked
 
 
 class Count:
@@ -212,13 +212,9 @@ def test_in_the_loop_dropped_steps_leave_no_trace() -> None:
 
 def test_stop_ends_the_loop_after_an_agreed_step() -> None:
     host = LocalHost()
-    session = session_with(host)
-    model = tiny()
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session, model = ready(host)
     seen = []
-    for step in session.steps(batches(), until=50):
-        for x, y in step:
-            step.backward(summed(model, x, y))
+    for step in worked(session, model, until=50):
         seen.append(step.commit().step)
         if seen[-1] == 3:
             session.stop("enough")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,10 +18,7 @@ POISONED, STEPS = 57, 120
 @pytest.mark.slow  # a driver and three processes in turn
 @pytest.mark.timeout(300)
 def test_a_batch_that_kills_the_process_twice_is_left_out_though_records_before_it_are_lost(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-    ended = programs.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, env=environment, timeout=280
-    )
+    ended = programs.output_of(SCRIPT, tmp_path, timeout=280)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     (folder,) = {path.parent for path in tmp_path.glob("*/*/report.json")}
     report = json.loads((folder / "report.json").read_text())

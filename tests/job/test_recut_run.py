@@ -3,8 +3,6 @@ batches, by plain PyTorch."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,10 +26,7 @@ CHANGES = {  # pp, cp, tp: before and after
 
 
 def launch(folder: Path, mesh: tuple[int, int, int], steps: int, *resume: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.job.recut_script", *map(str, (folder, *mesh, steps)), *resume]
-    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=220)
-    assert done.returncode == 0, done.stdout + done.stderr
+    programs.succeeded("-m", "tests.job.recut_script", folder, *mesh, steps, *resume, timeout=220)
 
 
 def trained_plainly(steps: int) -> tuple[nn.Module, list[float]]:

@@ -4,7 +4,6 @@ the parameters once, and they are those of one process that reads the same batch
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -26,10 +25,7 @@ SECOND = 44  # batches that the second life sums: it comes into the next epoch, 
 
 
 def launch(folder: Path, replicas: int, pp: int, dp_shard: int, steps: int, *resume: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), *map(str, (folder, replicas, pp, dp_shard, steps)), *resume]
-    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=220)
-    assert done.returncode == 0, done.stdout + done.stderr
+    programs.succeeded(SCRIPT, folder, replicas, pp, dp_shard, steps, *resume, timeout=220)
 
 
 def run_of(folder: Path) -> Path:

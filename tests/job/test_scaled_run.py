@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -20,11 +19,7 @@ SCRIPT = Path(__file__).with_name("scaled_script.py")
 def test_a_replica_that_overflows_has_all_leave_the_step_out_and_lower_the_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = programs.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, env=environment, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    programs.succeeded(SCRIPT, tmp_path, timeout=280)
     found = torch.load(tmp_path / "scaled.pt", weights_only=True)
 
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(tmp_path)])

@@ -12,7 +12,7 @@ from helixrt.engines.random_state import set_random_state
 from helixrt.errors import ConfigError
 from helixrt.job.mesh import Mesh
 from helixrt.job.session import Session
-from tests.job.session_world import DrawingLoader, LocalHost, batches, session_with, summed, tiny
+from tests.job.session_world import DrawingLoader, LocalHost, batches, ready, session_with, summed, tiny, worked
 
 Parameters = list[torch.Tensor]
 
@@ -91,9 +91,7 @@ def test_dropped_work_is_done_again_with_the_same_batches_and_numbers() -> None:
 
 def test_a_record_that_is_not_applied_changes_nothing_and_has_no_figures() -> None:
     host = LocalHost(applied=lambda step: step != 2)
-    session = session_with(host)
-    model = tiny()
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session, model = ready(host)
     seen = []
     for step in session.steps(batches(), until=3):
         before = [p.detach().clone() for p in model.parameters()]
@@ -114,9 +112,7 @@ def test_a_registered_update_runs_in_place_of_the_default() -> None:
 
 def test_evaluation_runs_at_its_steps_without_gradients_and_leaves_random_numbers() -> None:
     host = LocalHost()
-    session = session_with(host)
-    model = tiny()
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session, model = ready(host)
 
     def measure() -> dict[str, Any]:
         assert not torch.is_grad_enabled()
@@ -124,9 +120,7 @@ def test_evaluation_runs_at_its_steps_without_gradients_and_leaves_random_number
         return {"loss": summed(model, *batches()[0])}
 
     session.evaluate(measure, every=2)
-    for step in session.steps(batches(), until=5):
-        for x, y in step:
-            step.backward(summed(model, x, y))
+    for step in worked(session, model, until=5):
         step.commit()
     assert [step for step, _ in host.validated] == [2, 4] and host.validated[0][1]["loss"] > 0
 
@@ -150,9 +144,7 @@ def test_an_evaluation_leaves_neither_mode_nor_running_statistics_behind() -> No
 
         if evaluation:
             session.evaluate(measure, every=2)
-        for step in session.steps(batches(), until=4):  # the last update is evaluated, too
-            for x, y in step:
-                step.backward(summed(model, x, y))
+        for step in worked(session, model, until=4):  # the last update is evaluated, too
             step.commit()
         return {name: value.clone() for name, value in model.state_dict().items()}, [m.training for m in model.modules()]
 
@@ -163,9 +155,7 @@ def test_an_evaluation_leaves_neither_mode_nor_running_statistics_behind() -> No
 
 def test_epochs_follow_each_other_and_are_told_to_the_sampler() -> None:
     host = LocalHost()
-    session = session_with(host)
-    model = tiny()
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session, model = ready(host)
     data = torch.utils.data.TensorDataset(torch.arange(8.0).repeat(4, 1).T.contiguous())
     loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=session.sampler(data, shuffle=True))
     seen = []
@@ -220,12 +210,8 @@ def test_wrong_settings_are_refused(settings: dict[str, str], rule: str) -> None
 
 
 def test_leaving_the_loop_early_is_seen() -> None:
-    session = session_with(LocalHost())
-    model = tiny()
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
-    for step in session.steps(batches(), until=5):
-        for x, y in step:
-            step.backward(summed(model, x, y))
+    session, model = ready()
+    for step in worked(session, model, until=5):
         step.commit()
         break
     assert session.left_early

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import sys
 from dataclasses import replace
@@ -24,7 +23,7 @@ from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Log, genesis
 from helixrt.replica.commands import Evaluate, decode, encode
 from tests import programs
 from tests.job.lineage_oracle import chain, follow
-from tests.job.session_world import LocalHost, batches, session_with, summed, tiny
+from tests.job.session_world import LocalHost, batches, ready, summed, worked
 
 FIRST = genesis("run", 4)
 
@@ -145,8 +144,7 @@ def test_of_a_superseded_record_nothing_partial_is_told() -> None:
 
 def test_a_shared_evaluation_in_a_session() -> None:
     host, found = LocalHost(), list[Part]()
-    session, model = session_with(host), tiny()
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session, model = ready(host)
 
     def measure(part: Part) -> PartSums:
         assert not torch.is_grad_enabled()
@@ -156,9 +154,7 @@ def test_a_shared_evaluation_in_a_session() -> None:
     with pytest.raises(ConfigError, match="every=0: must be at least 1"):
         session.evaluate_shared(measure, every=0)
     session.evaluate_shared(measure, every=2)
-    for step in session.steps(batches(), until=5):
-        for x, y in step:
-            step.backward(summed(model, x, y))
+    for step in worked(session, model, until=5):
         step.commit()
     assert found == [Part(0, 1)] * 2 and [step for step, _ in host.validated] == [2, 4]
     with pytest.raises(MisuseError, match="was called after"):
@@ -167,13 +163,10 @@ def test_a_shared_evaluation_in_a_session() -> None:
 
 @pytest.mark.parametrize(("result", "said"), [({"loss": 1.0}, "returned a dict"), (PartSums({}, -1), "weight=-1")])
 def test_a_shared_evaluation_needs_sums_with_a_weight(result: Any, said: str) -> None:
-    session, model = session_with(LocalHost()), tiny()
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session, model = ready()
     session.evaluate_shared(lambda part: result, every=1)
     with pytest.raises(MisuseError, match=said):
-        for step in session.steps(batches(), until=2):
-            for x, y in step:
-                step.backward(summed(model, x, y))
+        for step in worked(session, model, until=2):
             step.commit()
 
 
@@ -185,11 +178,7 @@ STEPS, EVERY, ITEMS = 24, 4, 50  # as in the script
 
 def launch(case: str, folder: Path) -> list[dict[str, Any]]:
     """The validations of a run."""
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = programs.run(
-        [sys.executable, str(SCRIPT), case, str(folder)], capture_output=True, text=True, env=environment, timeout=450
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = programs.succeeded(SCRIPT, case, folder, timeout=450)
     lines = [json.loads(line) for line in (newest(folder) / "metrics.jsonl").read_text().splitlines()]
     told = [line for line in lines if line["what"] == "validation"]
     for line in told:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
@@ -147,11 +145,20 @@ def test_dropped_work_is_done_again_with_the_same_result() -> None:
 # ---------------------------------------------------------------- wrong calls
 
 
-def registered(**others: Any) -> tuple[Session, Any]:
+def registered(modules: Sequence[nn.Module] = (), **others: Any) -> tuple[Session, Any]:
+    """A session with a model of these parts, or of one part, and SGD."""
     session = session_with(StageHost())
-    model = session.parallelize(staged(parts(1), **others))
+    model = session.parallelize(staged(modules or parts(1), **others))
     session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
     return session, model
+
+
+def trained_steps(session: Session, model: Any, until: int) -> Iterator[Any]:
+    """Steps over `data()`, each after its work and before its commit."""
+    for step in session.steps(data(), until=until):
+        for x, y in step:
+            step.train(model, x, target=y)
+        yield step
 
 
 def in_step(call: Callable[[Any, Any, torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
@@ -174,9 +181,7 @@ def not_in_stages() -> None:
     session = session_with(LocalHost())
     model = session.parallelize(nn.Linear(WIDTH, WIDTH))
     session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
-    for step in session.steps(data(), until=1):
-        for x, y in step:
-            step.train(model, x, target=y)
+    next(trained_steps(session, model, 1))
 
 
 def own_update() -> None:
@@ -195,9 +200,7 @@ def hand_changed() -> None:
 
 
 def with_statistics() -> None:
-    session = session_with(StageHost())
-    model = session.parallelize(staged([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]))
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    registered([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))])
 
 
 class Counting(nn.Linear):
@@ -217,9 +220,7 @@ def counting(hidden: bool = False, **options: Any) -> Any:
     session = session_with(StageHost(dropped={2}))
     model = session.parallelize(staged([nn.Sequential(Counting(hidden))]))
     session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], **options)
-    for step in session.steps(data(), until=3):
-        for x, y in step:
-            step.train(model, x, target=y)
+    for step in trained_steps(session, model, 3):
         step.commit()
     return model
 
@@ -257,14 +258,10 @@ class Noting(nn.Linear):
 
 
 def test_graphs_go_on_after_an_evaluation_whose_forward_sets_attributes() -> None:
-    session = session_with(StageHost())
-    model = session.parallelize(staged([Noting(WIDTH, WIDTH)], graphs="always"))
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session, model = registered([Noting(WIDTH, WIDTH)], graphs="always")
     session.evaluate(lambda: model.evaluate(*data()[0][:1], target=data()[0][1]), every=1)
     committed = 0
-    for step in session.steps(data(), until=3):
-        for x, y in step:
-            step.train(model, x, target=y)
+    for step in trained_steps(session, model, 3):
         step.commit()
         committed += 1
     assert committed == 3
@@ -278,9 +275,7 @@ def changing(change: Callable[[nn.Module], object]) -> Callable[[], None]:
         part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
         model = session.parallelize(staged([part], graphs="always"))
         session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
-        for step in session.steps(data(), until=2):
-            for x, y in step:
-                step.train(model, x, target=y)
+        for step in trained_steps(session, model, 2):
             step.commit()
             change(part)
 
@@ -289,9 +284,7 @@ def changing(change: Callable[[nn.Module], object]) -> Callable[[], None]:
 
 def unlike_the_example() -> None:
     """As many elements, in another shape."""
-    session = session_with(StageHost())
-    model = session.parallelize(staged([nn.Sequential(nn.Linear(WIDTH, WIDTH))], graphs="always"))
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session, model = registered([nn.Sequential(nn.Linear(WIDTH, WIDTH))], graphs="always")
     for step in session.steps(data(), until=2):
         for x, y in step:
             step.train(model, x.reshape(4, 2, WIDTH), target=y.reshape(4, 2, WIDTH))
@@ -414,9 +407,7 @@ def masks(schedule: str, device: str) -> list[list[torch.Tensor]]:
     session = Session(SessionSettings(device=device, seed=5), StageHost())
     model = session.parallelize(staged([dropping(part) for part in seen], schedule=schedule, graphs="never"))
     session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.0)])
-    for step in session.steps(data(), until=1):
-        for x, y in step:
-            step.train(model, x, target=y)
+    for step in trained_steps(session, model, 1):
         step.commit()
     return seen
 
@@ -432,9 +423,7 @@ def test_parts_and_micro_batches_draw_numbers_of_their_own_whatever_the_order(de
 
 def test_an_evaluation_is_in_evaluation_mode() -> None:
     seen: list[torch.Tensor] = []
-    session = session_with(StageHost())
-    model = session.parallelize(staged([dropping(seen)]))
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session, model = registered([dropping(seen)])
     x, y = data()[0]
     found = [model.evaluate(x, target=y) for _ in range(2)]
     assert found[0] == found[1] == pytest.approx(mse_loss(model.chunks[0][0](x), y).item()) and torch.stack(seen).all()
@@ -448,9 +437,7 @@ def test_a_frozen_first_part_has_no_backward(run_stages: Any) -> None:
         modules[0].requires_grad_(False)
         model = session.parallelize(staged(modules))
         session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
-        for step in session.steps(data(), until=2):
-            for x, y in step:
-                step.train(model, x, target=y)
+        for step in trained_steps(session, model, 2):
             assert step.commit().committed
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -465,12 +452,8 @@ def test_a_frozen_first_part_has_no_backward(run_stages: Any) -> None:
 
 
 def test_the_first_part_may_change_its_input_in_place() -> None:
-    session = session_with(StageHost())
-    model = session.parallelize(staged([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))]))
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
-    for step in session.steps(data(), until=1):
-        for x, y in step:
-            step.train(model, x, target=y)
+    session, model = registered([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))])
+    for step in trained_steps(session, model, 1):
         assert step.commit().committed
 
 
@@ -494,13 +477,9 @@ UNTRAINABLE: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", UNTRAINABLE)
 def test_what_parts_and_losses_give_is_checked(case: str) -> None:
     others, rule = UNTRAINABLE[case]
-    session = session_with(StageHost())
-    model = session.parallelize(staged(**{"modules": parts(1), **others}))
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session, model = registered(**{"modules": parts(1), **others})
     with pytest.raises(MisuseError, match=rule):
-        for step in session.steps(data(), until=1):
-            for x, y in step:
-                step.train(model, x, target=y)
+        next(trained_steps(session, model, 1))
 
 
 def test_an_empty_batch_is_refused() -> None:
@@ -561,11 +540,8 @@ def test_between_stages_all_batches_have_one_shape(run_stages: Any) -> None:
 
 def launch(folder: Path, stages: int, shards: int, device: str = "cpu") -> Path:
     """The run's folder."""
-    root, script = Path(__file__).parents[2], Path(__file__).parent / "staged_script.py"
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder), str(stages), str(shards), device]
-    done = programs.run(command, capture_output=True, text=True, env=environment, timeout=220)
-    assert done.returncode == 0, done.stdout + done.stderr
+    script = Path(__file__).parent / "staged_script.py"
+    programs.succeeded(script, folder, stages, shards, device, timeout=220)
     return (folder / "latest").resolve()
 
 

@@ -15,9 +15,7 @@ Values = dict[Port, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def _one_thread(one_thread: None) -> None: ...
 
 
 @pytest.fixture

@@ -18,17 +18,9 @@ from helixrt.passes.parts import Part, Port, Role, local
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.verify import collective_order, verify
 from tests.passes.megatron_sums import SumBackward, SumForward
+from tests.passes.test_cut_ranks import Dense
 
 RANKS = 2
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.a, self.b = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.b(F.gelu(self.a(self.norm(x))))
 
 
 def tensor_parallel(sequence: bool) -> nn.Module:
@@ -37,7 +29,7 @@ def tensor_parallel(sequence: bool) -> nn.Module:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-    module = nn.Sequential(Block(), Block()).double()
+    module = nn.Sequential(Dense(), Dense()).double()
     mesh = init_device_mesh("cpu", (RANKS,))
     for block in module:
         if sequence:

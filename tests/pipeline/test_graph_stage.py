@@ -36,9 +36,7 @@ from helixrt.train.models.parallel import ParallelGroups, layouts, own_part, red
 ROWS, DIM, MICROBATCHES = 4, 6, 4
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Noisy(nn.Module):
