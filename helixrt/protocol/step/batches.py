@@ -96,7 +96,7 @@ class BatchWatch:
                 return (
                     f"{_named(first)} and {_named(stream)} have given the same batches in the last {len(history)} steps, so "
                     "each item is trained on twice: deal the data with sampler=session.sampler(dataset), or by session.stream "
-                    "and session.streams; checks.same_streams=true allows it"
+                    "and session.streams; the option checks.same_streams allows it"
                 )
         self._constant = constant
         return ""

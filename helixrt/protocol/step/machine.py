@@ -330,7 +330,8 @@ class StepMachine:
         changed = self._read_again(attempt)
         if refused or (changed and self.rules.batches.strict):
             return [*actions, Refuse(refused or changed)]
-        actions += [Tell(text) for text in (changed, self.watch.said()) if text]
+        constant = self.watch.said() if self.replica == min(attempt.candidate.replicas) else ""
+        actions += [Tell(text) for text in (changed, constant) if text]
         if not all(attempt.done.values()):
             return actions + self._not_finite(attempt)
         if self.held != attempt.assessment.base.hash:
