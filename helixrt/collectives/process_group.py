@@ -7,13 +7,18 @@ cannot be constructed, and one registered *on* a group would take the calls this
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from helixrt.autoload import BACKEND
 from helixrt.collectives.group_lifecycle import GroupLifecycle
+from helixrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from helixrt.collectives.operations import Collectives
 
 
 class HelixGroup(GroupLifecycle, dist.ProcessGroup):  # type: ignore[misc]
@@ -31,6 +36,14 @@ class HelixGroup(GroupLifecycle, dist.ProcessGroup):  # type: ignore[misc]
         self._name, self._description = "", BACKEND
         self._unconfigured(timeout)
         self._join(store, rank, size, f"group-{rank}")
+        self._checked = False  # what c10d was asked for: it notes that when this group has been made
+
+    def _calls(self) -> Collectives:
+        if not self._checked:
+            self._checked = True
+            with suppress(ValueError):  # of a group that c10d does not know
+                check_devices(dist.get_backend_config(self))
+        return super()._calls()
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -45,3 +58,12 @@ class HelixGroup(GroupLifecycle, dist.ProcessGroup):  # type: ignore[misc]
     @property
     def group_desc(self) -> str:
         return self._description
+
+
+def check_devices(asked: str) -> None:
+    """Raise ConfigError for a c10d backend string, such as "cpu:gloo,cuda:helix", that asks for another backend on some device:
+    c10d gives a group that is written in Python the calls of all devices."""
+    others = [each for each in asked.split(",") if each.partition(":")[2] not in ("", BACKEND)]
+    if others and BACKEND in asked:
+        rule = f'helix would take the calls of all devices, and {others[0]} none; use backend="helix", or none of it'
+        raise ConfigError("backend", asked, rule)

@@ -138,6 +138,11 @@ class CapturedModel(PipelinedModel):
         self._watch = Watch({"": model, "loss": options.loss}, self.modules())
 
     @property
+    def first_order(self) -> Schedule:
+        """The order by which the pipeline begins."""
+        return self._schedule
+
+    @property
     def captured_modules(self) -> Iterable[nn.Module]:
         """Of the model that was captured."""
         return self._compiled.modules()

@@ -19,6 +19,11 @@ from helixrt.schedule.ir import Pair, Schedule
 from helixrt.schedule.simulate import makespan_ms
 
 
+def weaves(schedule: Schedule) -> bool:
+    """Whether it runs a forward and a backward as one."""
+    return any(isinstance(entry, Pair) for line in schedule.entries for entry in line)
+
+
 def pipeline_schedule(options: Options, stages: int) -> Schedule:
     """The schedule that the options of `helixrt.compile` ask for. Raises ConfigError for what a pipeline does not have."""
     if options.codegen != "eager":
@@ -28,7 +33,7 @@ def pipeline_schedule(options: Options, stages: int) -> Schedule:
     name = "1f1b" if options.schedule == "auto" else options.schedule
     schedule = scheduled(name, stages, options.microbatches, options.costs)
     check_adaptation(options.adapt, schedule)
-    if options.strands == 1 and any(isinstance(entry, Pair) for line in schedule.entries for entry in line):
+    if options.strands == 1 and weaves(schedule):
         raise ConfigError("strands", 1, f"cannot be with schedule {schedule.name}, which weaves a forward with a backward")
     if options.cuts is not None and len(options.cuts) + 1 != schedule.chunks:
         rule = f"must name {schedule.chunks - 1} modules: {schedule.name} over mesh.pp={stages} has {schedule.chunks} chunks"

@@ -54,6 +54,7 @@ def captured_model(
             raise ConfigError(f"mesh.{axis}", size, f"must be 1 for a captured model: {_NOT_CAPTURED[axis]}")
     from helixrt.compile.train_step import TrainStep  # brings torch's compiler, which takes seconds
     from helixrt.engines.captured import CapturedModel, pipeline_schedule
+    from helixrt.engines.first_order import weaves
 
     step = getattr(model, "train_step", None)
     if not isinstance(step, TrainStep):
@@ -77,7 +78,11 @@ def captured_model(
         autocast=autocast,
         busy=host.busy,
     )
-    if (planned := made.planned) is not None and place.stage == place.mesh.rank("cp", "tp") == 0:
+    first = place.stage == place.mesh.rank("cp", "tp") == 0
+    if first and step.options.strands == 2 and step.options.adapt is None and not weaves(made.first_order):
+        order = made.first_order.name
+        host.say(f"strands=2 has no effect: the order {order} pairs no forward with a backward; schedule='helix' does")
+    if (planned := made.planned) is not None and first:
         host.say(
             f"the first order of {step.options.schedule} is planned from the measured times of the layers: a step should take "
             f"{planned.makespan_ms:.4g} ms and hold {planned.held} micro-batches, instead of {planned.equal_ms:.4g} ms and "

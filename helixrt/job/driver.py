@@ -26,6 +26,7 @@ from helixrt.job.config import ChaosConfig, JobConfig
 from helixrt.job.controller import LOOK_S, Controller, Happening, LifeEvent
 from helixrt.job.description import Description
 from helixrt.job.draining import DrainAsked, DrainRequests
+from helixrt.job.effects import without_effect
 from helixrt.job.keeper import LOCK_FILE
 from helixrt.job.keeper_start import kept_run
 from helixrt.job.kept_run import Standing, absence_of, way_on
@@ -250,6 +251,8 @@ class Driver:
             save_s=self.config.checkpoint.write_s if self.config.checkpoint.every else 0.0,
         )
         ours = self._standing is None  # a run that this driver cannot attach to is left as it is
+        for line in without_effect(self.config) if ours else ():
+            self.output.say(line)
         try:
             self.controller = Controller(
                 self.launcher(), self.store, self.specs, options, self._lived, self.program.exit_grace_s, timeouts=self.timeouts

@@ -31,6 +31,7 @@ from helixrt.job.orders import OrderBook, RankOrders
 from helixrt.job.policies import FATAL_EXIT, MISUSE_EXIT
 from helixrt.job.rank import RankRuntime, exit_code, run_as_process
 from helixrt.job.rank_context import RankJob, check_folder
+from helixrt.job.rules import check_settings
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.session_host import Plan
@@ -85,7 +86,9 @@ class RankHost:
         return StagePlace(mesh.rank("pp"), mesh.size("pp"), mesh.group("pp"), record, mesh, channels, device)
 
     def open(self, engine: SessionEngine, plan: Plan) -> Worker:
-        """Raises MisuseError if the ranks' scripts differ in what they train, how far, or in which order."""
+        """Raises MisuseError if the ranks' scripts differ in what they train, how far, or in which order; ConfigError for a
+        setting that names a step behind the last one."""
+        check_settings(self._context.config, plan.until)
         order = order_key(engine.schedule) if isinstance(engine, PipelineEngine) else ""
         agree_on_plan(self.store, plan.until, plan.accumulate, order)
         self._layouts = LayoutAgreement(self.store, self._context.group_rank, engine)
