@@ -40,9 +40,9 @@ class HelixGroup(GroupLifecycle, dist.ProcessGroup):  # type: ignore[misc]
 
     def _calls(self) -> Collectives:
         if not self._checked:
-            self._checked = True
             with suppress(ValueError):  # of a group that c10d does not know
                 check_devices(dist.get_backend_config(self))
+            self._checked = True
         return super()._calls()
 
     def _set_group_name(self, name: str) -> None:

@@ -81,7 +81,7 @@ def captured_model(
     first = place.stage == place.mesh.rank("cp", "tp") == 0
     if first and step.options.strands == 2 and step.options.adapt is None and not weaves(made.first_order):
         order = made.first_order.name
-        host.say(f"strands=2 has no effect: the order {order} pairs no forward with a backward; schedule='helix' does")
+        host.say(f"strands=2 has no effect: the order {order} pairs no forward with a backward; schedule='w' does")
     if (planned := made.planned) is not None and first:
         host.say(
             f"the first order of {step.options.schedule} is planned from the measured times of the layers: a step should take "
