@@ -491,6 +491,18 @@ def test_a_rate_that_is_set_is_kept_to() -> None:
     assert now == pytest.approx(1.0), "a megabyte a second"
 
 
+def test_fetching_leaves_no_thread_and_no_socket() -> None:
+    state = make_state(10_000)
+    donors = [HttpTransport(SECRET, serve_cpu=math.inf) for _ in range(2)]
+    for donor in donors:
+        donor.offer("s", state)
+    for _ in range(5):
+        donors[0].fetch("s", layout_of(state), [d.address for d in donors], TIMEOUT_S)
+    assert not [t for t in threading.enumerate() if t.name.startswith("helixrt-fetch")]
+    for donor in donors:
+        donor.close()
+
+
 def _donor_process(pipe: Connection) -> None:
     torch.set_num_threads(1)
     transport = FaultyHttp("slow")

@@ -324,6 +324,17 @@ class TrafficConformance(Endpoints):
         three.connect(2)
         three.exchange([Message(0, 1, 0, 0, 10), Message(2, 0, 0, 0, MIB)], random.Random(14))
 
+    def test_nothing_is_left_behind(self, world: NewWorld) -> None:
+        """What a life of several generations leaves, the leak check finds."""
+        three = world(3, 0.5)
+        for generation in (2, 3):
+            three.connect(generation)
+            messages = [Message(a, b, 0, 0, 200_000) for a in range(3) for b in range(3) if a != b]
+            three.exchange(messages, random.Random(16))
+        three.endpoints[0].abort(Cause("over"))
+        three.driven = {1, 2}
+        three.run(lambda: bool(three.ended(1)) and bool(three.ended(2)))
+
     # ---------------------------------------------------------------- silence and death
 
     def test_heartbeats_keep_idle_links_alive(self, world: NewWorld) -> None:
