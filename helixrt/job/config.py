@@ -177,6 +177,8 @@ class ChaosConfig:
 class ChecksConfig:
     """What is compared while the run goes."""
 
+    every: int = 50
+    """In so many steps replicas compare all of their state, a part in each; a difference ends the run. 0: they do not."""
     same_streams: bool = False
     """Several streams may give the same batches; else the run is refused after a few steps."""
     strict_data: bool = False

@@ -21,6 +21,7 @@ CASES: tuple[Case, ...] = (
     ("heartbeat_s", lambda c: c.mesh.replicas == 1, "there is one replica (mesh.replicas=1)"),
     ("exchange", lambda c: c.mesh.replicas == 1, "there is one replica (mesh.replicas=1)"),
     ("supersede_after_s", lambda c: c.mesh.replicas == 1, "there is one replica (mesh.replicas=1)"),
+    ("checks.every", lambda c: c.mesh.replicas == 1, "there is one replica (mesh.replicas=1)"),
     ("checks.same_streams", lambda c: c.mesh.replicas * c.mesh.dp_shard == 1, "there is one stream of data"),
     ("transport", lambda c: c.mesh.replicas == c.mesh.pp == 1, "there is one replica in one stage"),
     ("pipeline", lambda c: c.mesh.pp == 1, "a replica is one stage (mesh.pp=1)"),

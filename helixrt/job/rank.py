@@ -164,6 +164,7 @@ class RankRuntime:
                 alone=context.config.mesh.replicas == 1,
                 load_s=context.config.checkpoint.write_s,
                 replicas=context.config.mesh.replicas,
+                check_every=context.config.checks.every,
             )
         )
         self._worker = worker

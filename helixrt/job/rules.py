@@ -68,6 +68,7 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
         "fatal_restarts": config.fatal_restarts,
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.retry_s": config.checkpoint.retry_s,
+        "checks.every": config.checks.every,
         "catchup.max_wait_s": config.catchup.max_wait_s,
         "catchup.replay": config.catchup.replay,
         "catchup.serve_cpu": config.catchup.serve_cpu,

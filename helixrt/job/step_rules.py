@@ -59,6 +59,7 @@ def step_rules(config: JobConfig, memory: CatchupMemory, advance: int = 1, expec
         nonfinite_limit=config.nonfinite_limit,
         advance=advance,
         deal=config.deal,
+        check_every=config.checks.every,
         batches=BatchRules(streams_of(config.mesh), config.checks.same_streams, config.checks.strict_data),
     )
 

@@ -34,6 +34,7 @@ from helixrt.replica.rank_parts import Buckets, Done, RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
 from helixrt.replica.serving import Serving
 from helixrt.replica.state_shards import digest
+from helixrt.replica.state_watch import StateWatch
 
 
 class Commands:
@@ -73,6 +74,7 @@ class Compute:
         self._parts, self._commands = parts, commands
         self._reduced, self._serving, self._fetching = reduced, serving, fetching
         self._own_sums = own_sums  # in a run of one replica
+        self._watch = StateWatch(parts.engine, parts.check_every) if parts.check_every and not parts.alone else None
         self._held: WorkOrder | Exit | None = None  # what ended a wait for an outcome: the next call of `next_work` gets it
         self._order: WorkOrder | None = None  # the one that is being worked on
         self._working: AbstractContextManager[None] | None = None  # of that order: what is reported meanwhile
@@ -114,6 +116,8 @@ class Compute:
                 self._parts.hooks.use_order(order.schedule)
             self._schedule = order.schedule
         self._order = order
+        if self._watch is not None:
+            order.note.state, order.note.part = self._watch.digest(order.step)
         record.step = order.step
         record.write(Kind.WORK_BEGIN, position=order.position)
         self._begin_s = record.clock()

@@ -136,17 +136,18 @@ class ExchangeThread:
         buckets = parts.engine.buckets
         sums, finite = self._reduced.borrow(buckets, command.contribute), True
         zeros = torch.zeros(0 if command.contribute else max(map(_nbytes, sums), default=0), dtype=torch.uint8)
-        digests, note = torch.zeros(2, parts.replicas, dtype=torch.int64), BatchNote()  # this replica's, and all
+        replicas = parts.replicas
+        digests, note = torch.zeros(2, 2 * replicas, dtype=torch.int64), BatchNote()  # this replica's, and all
         left = deque(reversed(range(len(buckets))))
         while left:
             done = len(buckets) - len(left)
             together = self._next_buckets(left, command, deadline)
             sources = [buckets[i] if command.contribute else zeros[: _nbytes(sums[i])].view(sums[i].dtype) for i in together]
             begin_s, outs = parts.record.clock(), [sums[i] for i in together]
-            if not left and parts.replicas:
+            if not left and replicas:
                 if command.contribute:
                     note = self._note
-                    digests[0, parts.replica] = int(note.digest)
+                    digests[0, parts.replica], digests[0, replicas + parts.replica] = int(note.digest), int(note.state)
                 sources, outs = [*sources, digests[0]], [*outs, digests[1]]
             parts.exchange.all_reduce_together(sources, outs)
             for count, (index, source) in enumerate(zip(together, sources, strict=False), start=done):
@@ -164,8 +165,9 @@ class ExchangeThread:
         self._streams.finish()  # others take the sums, on streams of theirs
         self._reduced.exchanged(command.generation, sums)
         write(Kind.EXCHANGE_END, generation=command.generation, finite=finite)
-        batches = tuple(digests[1].tolist())
-        return p.RankDone(command.generation, parts.group_rank, finite, batches, note.read_again)
+        found = tuple(digests[1].tolist())
+        batches, states = found[:replicas], found[replicas:]
+        return p.RankDone(command.generation, parts.group_rank, finite, batches, note.read_again, states, note.part)
 
     def _next_buckets(self, left: deque[int], command: p.Exchange, deadline: float) -> list[int]:
         """Take from `left` what is exchanged next: one bucket, once it is final; and with the last but one (of three or more)

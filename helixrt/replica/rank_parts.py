@@ -37,10 +37,13 @@ class Done:
 @dataclass
 class BatchNote:
     """What the program says of the batches of an order before its work ends. `digest`: of all of them (0: not known; a tensor
-    is an int64 scalar that its device may compute later); `read_again`: see `RankDone`."""
+    is an int64 scalar that its device may compute later); `read_again` and `part`: see `RankDone`.
+    `state`: a digest of that part of the state that the work begins with."""
 
     digest: int | torch.Tensor = 0
     read_again: tuple[int, int] | None = None
+    state: int | torch.Tensor = 0
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class RankParts:
     that is behind waits at most `max_wait_s` for its fetch at an exchange. `layouts` has the layouts of offered states.
     `alone`: the run has this replica only, now and later. Its gradients are the sums (`OwnSums`), and no replica fetches them.
     `load_s`: reading durable state may take so long, if that is longer than an evaluation may. `replicas`: configured ones;
-    digests of their batches travel beside the gradients (0: none do).
+    digests of their batches travel beside the gradients (0: none do), and of their states, which are compared part by part in
+    `check_every` steps (0: they are not).
     """
 
     replica: int
@@ -109,6 +113,7 @@ class RankParts:
     alone: bool = False
     load_s: float = 0.0
     replicas: int = 0
+    check_every: int = 0
 
 
 def _no_orders(order: str) -> None:

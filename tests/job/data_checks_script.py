@@ -19,7 +19,7 @@ import helixrt
 from helixrt.job.config import ChaosConfig, ChecksConfig, JobConfig, KillConfig
 
 FOLDER, KIND, STRICT = Path(sys.argv[1]), sys.argv[2], "strict" in sys.argv
-ITEMS, BATCH, UNTIL = 64, 4, 60 if KIND == "restart" else 16
+ITEMS, BATCH, UNTIL = 64, 4, {"restart": 60, "clock": 120}.get(KIND, 16)
 
 SHUFFLES = {
     "random": lambda ids: random.shuffle(ids),
@@ -66,6 +66,8 @@ def data(session: helixrt.Session) -> Any:
             return list(ids)
         case "constant":
             return [ids[0]] * 16
+        case "clock":
+            return list(ids if session.replica else ids.flip(0))
         case "stages":
             return list(ids if session.device_mesh.get_local_rank() == 0 else ids.flip(0))
         case "sampler":
@@ -87,7 +89,15 @@ def train(session: helixrt.Session) -> None:
         model: Any = session.parallelize(compiled, example=helixrt.ExampleBatch(example, target=example))
     else:
         model = session.parallelize(torch.nn.Linear(BATCH, 1))
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=1e-6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    session.register(model=model, optimizers=[optimizer])
+    if KIND == "clock":
+
+        @session.update
+        def update(record: Any) -> None:
+            optimizer.param_groups[0]["lr"] = 1e-6 * (1 + time.time() % 1)
+            optimizer.step()
+
     for step in session.steps(data(session), until=UNTIL):
         for ids in step:
             if KIND == "stages":

@@ -1,5 +1,5 @@
-"""Runs whose data are wrong are refused or told in one line: the same batches twice, ranks of one stream that differ, another
-order after a restart. Loaders that shuffle by themselves and take a share give each item once."""
+"""Runs that go wrong are refused or told in one line: the same batches twice, ranks of one stream that differ, another order
+after a restart, an update that reads the clock. Loaders that shuffle by themselves and take a share give each item once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ def reported(folder: Path) -> dict[str, object]:
     [
         ("same", 8, "stream 0/0 and stream 1/0 have given the same batches in the last 8 steps, so each item is trained on"),
         ("stages", 1, "ranks 0 and 1 of replica 0 have read different batches for step 1 (before position 1)"),
+        ("clock", 0, "replicas 0, 1 hold different states before step "),
         ("restart strict", 0, "the data of replica 1 is another than before its restart: the batches before position"),
     ],
 )
 def test_a_run_whose_data_are_wrong_ends_with_one_line(kind: str, step: int, said: str, tmp_path: Path) -> None:
     ended = programs.output_of(SCRIPT, tmp_path, *kind.split(), timeout=280)
     text = ended.stdout + ended.stderr
+    if kind == "clock":
+        assert reported(tmp_path)["batches"] <= 2 * 51 and "an update depends on more than state" in text, text
     assert ended.returncode == 1 and f"the run failed: helixrt.errors.MisuseError: {said}" in text, text
     if step:
         assert reported(tmp_path)["batches"] == (1 if kind == "stages" else 2) * (step - 1)

@@ -60,7 +60,7 @@ def test_of_defaults_nothing_is_said(config: JobConfig) -> None:
         (replace(ALONE, ray=RayConfig(gpus=2.0)), "ray.gpus=2.0 has no effect: ranks are no Ray actors"),
         (replace(ALONE, transport=TransportConfig("tcp")), "transport.kind=tcp has no effect: there is one replica"),
         (replace(ALONE, restarts=0, fatal_restarts=1), "fatal_restarts=1 has no effect: restarts=0"),
-        (replace(ALONE, checks=ChecksConfig(True)), "checks.same_streams=True has no effect: there is one stream of data"),
+        (replace(ALONE, checks=ChecksConfig(same_streams=True)), "checks.same_streams=True has no effect: there is one stream"),
         (replace(ALONE, checkpoint=CheckpointConfig(0, keep=7)), "checkpoint.keep=7 has no effect: checkpoint.every=0"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -42,6 +43,7 @@ class Attempt:
     examined: dict[int, bool] = field(default_factory=dict)  # rank -> whether its own gradient is finite
     suspects: set[int] = field(default_factory=set)
     batches: dict[int, tuple[int, ...]] = field(default_factory=dict)  # rank -> digest of each replica's batches
+    states: dict[int, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # rank -> digest of each replica, and of what
     read_again: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank -> (position, digest)
 
     @property
@@ -62,10 +64,30 @@ class Attempt:
         if found:
             self.candidate = replace(self.candidate, batches={**self.candidate.batches, **found})
 
+    def differing_states(self, every: int) -> str:
+        """Whose state differs from that of the others, in one line; "" if none does. `every` steps look at all parts."""
+        base = self.assessment.base
+        for rank, (digests, part) in sorted(self.states.items()):
+            known = {r: digests[r] for r in self.candidate.replicas if r < len(digests) and digests[r]}
+            if len(set(known.values())) < 2:
+                continue
+            usual, count = Counter(known.values()).most_common(1)[0]
+            odd = [replica for replica, digest in known.items() if digest != usual]
+            who = f"replicas {', '.join(map(str, known))} hold different states"
+            if 2 * count > len(known):
+                who = f"the state of replica {', '.join(map(str, odd))} differs from that of the others"
+            return (
+                f"{who} before step {base.step + 1} (rank {rank}: {part}). It must be equal bit for bit: an update depends on "
+                "more than state, gradients and record, or memory is faulty. Resume from a checkpoint of step "
+                f"{max(0, base.step - every)} or before"
+            )
+        return ""
+
     def answered(self, event: RankDone | RankFailed) -> int:
         """Take one rank's answer; how many have answered."""
         if isinstance(event, RankDone):
             self.done[event.rank], self.batches[event.rank] = event.finite, event.batches
+            self.states[event.rank] = event.states, event.part
             if event.read_again is not None:
                 self.read_again[event.rank] = event.read_again
         else:

@@ -326,7 +326,7 @@ class StepMachine:
             return [*actions, ReadLog(len(self.log))]
         self.standing.succeeded()
         attempt.note_batches(self.rules.batches)
-        refused = self.watch.problem(attempt.candidate, attempt.batches)
+        refused = self.watch.problem(attempt.candidate, attempt.batches) or attempt.differing_states(self.rules.check_every)
         changed = self._read_again(attempt)
         if refused or (changed and self.rules.batches.strict):
             return [*actions, Refuse(refused or changed)]

@@ -47,7 +47,8 @@ class RankDone:
 
     `finite`: no number in its buckets is infinite or NaN. `batches`: by replica, a digest of the batches that the equal rank
     read for this step; 0 or missing: not known. `read_again`: (position, digest) of the batches before the first one that this
-    process worked on, as it read them.
+    process worked on, as it read them. `states`: by replica, a digest of a part of the state that the step began with, as the
+    equal rank holds it (0 or missing: not known); `part` says which entries that are.
     """
 
     generation: int
@@ -55,6 +56,8 @@ class RankDone:
     finite: bool = True
     batches: tuple[int, ...] = ()
     read_again: tuple[int, int] | None = None
+    states: tuple[int, ...] = ()
+    part: str = ""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class StepRules:
     that was excluded more than `nonfinite_limit` times in `nonfinite_window` steps is restarted. A replica's stream moves
     on by `advance` batches in each step that it commits (micro-batches, where the stream counts these). `deal` is that of the
     records of this life. `batches`: what is looked for in the digests of batches.
+    In `check_every` steps the whole state is compared, part by part.
     """
 
     replay: int = 16
@@ -46,6 +47,7 @@ class StepRules:
     advance: int = 1
     deal: tuple[Deal, ...] = ()
     batches: BatchRules = field(default_factory=BatchRules)
+    check_every: int = 50
 
 
 @dataclass(frozen=True)
