@@ -110,6 +110,8 @@ class Step(Generic[Batch]):
             self._not_after_commit("its micro-batches were iterated over")
             batch = next(self._batches)
             self._yielded += 1
+            if self._yielded == self._accumulate:  # before the work on it: the exchange may end with that
+                self._note(self._order.note)
             self._engine.seed(self.position + offset)
             yield batch
             self._check_whole()
@@ -228,7 +230,6 @@ class Step(Generic[Batch]):
                 f"step {self.number} was committed after {self._backwards} of {self._accumulate} backwards; iterate over all "
                 "its micro-batches and call step.backward(loss) in each"
             )
-        self._note(self._order.note)
         result = self._engine.end()
         self._worker.finish(self._order, result)
         done = self._worker.outcome(self._order)

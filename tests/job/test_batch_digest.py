@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helixrt.job.batch_digest import PART_BYTES, WHOLE_BYTES, batch_digest, together
+from tests.job.session_world import batches, ready, summed
 
 Pair = namedtuple("Pair", "x y")
 
@@ -76,3 +77,13 @@ def test_batches_count_in_their_order_and_one_that_is_not_known_makes_all_so() -
     assert together([one, 0]) == 0 == together([0, two])
     late = torch.tensor(one), torch.tensor(two)
     assert int(together(late)) == together([one, two]) == int(together([one, late[1]])), "a device's arithmetic gives the same"
+
+
+def test_the_digest_of_a_step_is_known_before_the_work_on_its_last_batch() -> None:
+    """An engine may hand out its last bucket while it works, and the exchange takes the digest along with that."""
+    session, model = ready()
+    for step in session.steps(batches(), until=2, accumulate=3):
+        for number, (x, y) in enumerate(step, 1):
+            assert (step._order.note.digest != 0) == (number == 3)
+            step.backward(summed(model, x, y))
+        step.commit()

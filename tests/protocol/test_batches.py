@@ -34,9 +34,11 @@ def test_ranks_of_one_stream_that_differ_are_named_at_that_step() -> None:
     assert "ranks 1 and 3 of replica 1 have read different batches for step 2" in watch.problem(record(2), wrong)
 
 
-def test_a_rank_whose_digest_is_not_known_differs_from_none_that_are_not_known_either() -> None:
-    unknown = {rank: () for rank in range(4)}
+def test_a_rank_that_does_not_know_its_digest_differs_from_none() -> None:
+    unknown: dict[int, tuple[int, ...]] = {rank: () for rank in range(4)}
     assert BatchWatch(PP2_DP2, 1).problem(record(1), unknown) == "" and of_record(unknown, (0, 1), PP2_DP2) == {}
+    one = votes(PP2_DP2, (1, 2), (3, 4)) | {2: (0, 3)}
+    assert BatchWatch(PP2_DP2, 1).problem(record(1), one) == "" and of_record(one, (0, 1), PP2_DP2).keys() == {1}
 
 
 @pytest.mark.parametrize("advance", [1, 2, 4, 100])
@@ -102,7 +104,8 @@ def test_the_record_has_the_digests_of_its_contributors() -> None:
     assert isinstance(append, p.Append) and append.record.batches == {0: 11, 1: 12}
     assert CommitRecord.from_json(append.record.to_json()) == append.record
     made = machine(BatchRules((0, 0)), Log([genesis("run", 2)]), ranks=2)
-    assert isinstance(exchanged(made, p.RankDone(5, 0, batches=(1, 2)), p.RankDone(5, 1))[-1], p.Refuse)
+    differ = (p.RankDone(5, 0, batches=(1, 2)), p.RankDone(5, 1, batches=(1, 3)))
+    assert isinstance(exchanged(made, *differ)[-1], p.Refuse)
 
 
 def after_one_step(digest: int) -> Log:

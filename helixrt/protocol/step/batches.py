@@ -39,14 +39,19 @@ def combined(digests: Sequence[int]) -> int:
 
 
 def by_stream(votes: Votes, replica: int, rules: BatchRules) -> tuple[list[int], str]:
-    """The digests of a replica's streams, and which of its ranks differ though they read one stream ("": none)."""
-    found: dict[int, tuple[int, int]] = {}  # stream -> (digest, rank)
+    """The digests of a replica's streams (0: one of its ranks does not know), and which of its ranks differ though they read
+    one stream ("": none)."""
+    known: dict[int, tuple[int, int]] = {}  # stream -> (digest, rank)
+    unknown = set[int]()  # streams
     for rank, stream in enumerate(rules.streams):
         digest = votes[rank][replica] if replica < len(votes[rank]) else 0
-        known, first = found.setdefault(stream, (digest, rank))
-        if digest != known:
+        if not digest:
+            unknown.add(stream)
+            continue
+        usual, first = known.setdefault(stream, (digest, rank))
+        if digest != usual:
             return [], f"ranks {first} and {rank} of replica {replica}"
-    return [found[stream][0] for stream in sorted(found)], ""
+    return [0 if stream in unknown else known[stream][0] for stream in sorted(set(rules.streams))], ""
 
 
 def of_record(votes: Votes, contributors: Sequence[int], rules: BatchRules) -> dict[int, int]:
