@@ -166,6 +166,14 @@ def until(what: Callable[[], bool], why: str, job: Job, driver: subprocess.Popen
         time.sleep(0.05)
 
 
+def losses(root: Path, until: int | None = None, replica: int = 0) -> dict[int, float]:
+    """This replica's loss of every step below `until`, exactly as it was computed, of the only run under `root`."""
+    (metrics,) = root.glob("[0-9]*/[0-9]*/metrics.jsonl")
+    entries = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    found = {e["step"]: e["loss_nats"] for e in entries if e.get("participants") and e["replica"] == replica}
+    return {step: loss for step, loss in found.items() if until is None or step < until}
+
+
 def kills(*chosen: tuple[int, int, str]) -> str:
     """The override for these kills: (replica, step, moment)."""
     return "chaos.kill=[" + ", ".join(f"{{replica: {r}, step: {s}, moment: {m}}}" for r, s, m in chosen) + "]"
