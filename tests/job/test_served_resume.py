@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,16 +23,18 @@ from helixrt.job.resume import keep_stream
 from helixrt.job.sampler import StreamSampler
 from helixrt.job.served import SETTINGS_FILE, SETTINGS_KEY, _restore_settings, resumed
 from helixrt.job.stream import Stream, StreamSettings
-from helixrt.protocol.step.lineage import audit
+from helixrt.protocol.step.lineage import CommitRecord, audit
 from helixrt.replica.store import MemoryRunStore
 from tests import programs
 from tests.examples.test_existing_loop import EXAMPLE, variables
 from tests.examples.test_existing_loop import environment as variables_of
 from tests.job.lineage_oracle import chain, reported
-from tests.job.test_dealt_run import SCRIPT, items_entered
 from tests.job.test_resume import config_of
 from tests.job.test_run_lock import past_run
 from tests.waiting import until
+
+SCRIPT = Path(__file__).with_name("dealt_script.py")
+ACCUMULATE, BATCH = 2, 4
 
 
 def served(root: Path) -> JobConfig:
@@ -164,6 +167,23 @@ def test_a_served_run_whose_server_was_stopped_goes_on_and_loses_nothing(tmp_pat
     assert audit(records, accumulate).clean and len(set(reported(folder))) == 1 and len(reported(folder)) == 2
     assert {record.life for record in records[1:]} == ({0, 1} if reached < steps else {0})
     assert (folder / "secret").stat().st_mode & 0o077 == 0
+
+
+def items_entered(folder: Path, records: Sequence[CommitRecord], replicas: int) -> list[int]:
+    """The items behind the sums of these records, as the ranks of the script noted them."""
+    read = {}  # (deals, replica, position) -> items; a batch that is worked on again has the same
+    for replica in range(replicas):
+        for line in (folder / f"items.{replica}.jsonl").read_text().splitlines():
+            lives, position, items = json.loads(line)
+            assert read.setdefault((lives, replica, position), items) == items
+    entered = list[int]()
+    for before, record in zip(records, records[1:], strict=False):
+        for replica in record.summed:
+            first = before.positions.get(replica, 0) if before.deal == record.deal else 0
+            for position in range(first, first + ACCUMULATE):
+                entered += read[(len(record.deal), replica, position)]
+    assert len(entered) == BATCH * ACCUMULATE * sum(len(record.summed) for record in records)
+    return entered
 
 
 @pytest.mark.slow  # two servers, and five processes that import torch

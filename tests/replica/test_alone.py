@@ -24,7 +24,7 @@ from helixrt.replica.run_keys import ended_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
-from tests.replica.test_rank_orders import Doubles, Nowhere
+from tests.replica.stand_ins import Doubles, Gated
 
 ROOT = genesis("run", 1)
 
@@ -64,7 +64,7 @@ class Alone:
         self.end_soon = threading.Timer(0.0, lambda: None)
         self.worker = RankWorker(
             RankParts(
-                0, 0, self.engine, Doubles(), Nowhere(), self.record, derive(20), "memory", self._report,
+                0, 0, self.engine, Doubles(), Gated(), self.record, derive(20), "memory", self._report,
                 Hooks(updated=self.done.append), alone=True,
             )
         )  # fmt: skip

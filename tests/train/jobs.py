@@ -72,10 +72,8 @@ class Job:
         )
 
     def run(self, *overrides: str, deadline_s: float = DEADLINE_S) -> Ended:
-        """Start it, wait until it has ended, and check that all it started has ended too."""
-        ended = finish(self.start(*overrides), deadline_s)
-        self.nothing_is_left()
-        return ended
+        """Start it, and wait until it has ended. What it leaves fails the test (tests/leaks.py)."""
+        return finish(self.start(*overrides), deadline_s)
 
     def processes(self) -> list[int]:
         """The living processes of this job."""
@@ -87,13 +85,6 @@ class Job:
             except OSError:
                 continue  # another's, or gone
         return found
-
-    def nothing_is_left(self) -> None:
-        """The kernel ends the ranks of a driver that was killed; that takes it a moment."""
-        deadline = time.monotonic() + 60
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert left == [], f"still there: {[commands(pid) for pid in left]}"
 
     def end(self) -> None:
         for pid in self.processes():
@@ -139,13 +130,6 @@ class Job:
         logs = sorted(self.root.glob("*/*/logs/*.log"))
         said = [f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]) for log in logs]
         return "\n".join([f"exit {ended.code}", ended.out[-3000:], ended.err[-3000:], *said])
-
-
-def commands(pid: int) -> str:
-    try:
-        return f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode(errors='replace')}"
-    except OSError:
-        return str(pid)
 
 
 def finish(driver: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Ended:
