@@ -1,4 +1,4 @@
-"""What stands in for a rank's peers in tests of one rank: an exchange, and a state transport."""
+"""What stands in for others in tests of one rank: an exchange, a state transport, and the store of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from helixrt.collectives.exchange import Exchange
+from helixrt.errors import Retryable
 from helixrt.replica.contracts import FetchReport, Shard, StateTransport
+from helixrt.replica.store import MemoryRunStore
 
 DEADLINE_S = 60.0
 
@@ -80,3 +82,33 @@ class Gated(StateTransport):
 
     def close(self) -> None:
         pass
+
+
+class MoodyStore(MemoryRunStore):
+    """Answers nothing while it is `away`, nor its first `late` calls; notes what it answers, and to which threads."""
+
+    def __init__(self, why: str = "the store is away", late: int = 0) -> None:
+        super().__init__()
+        self.why, self.late, self.away = why, late, False
+        self.values = self._values
+        self.calls: list[tuple[str, str]] = []
+        self.threads: list[int] = []  # of each call
+
+    def _note(self, call: str, key: str) -> None:
+        if self.away or self.late:
+            self.late = max(0, self.late - 1)
+            raise Retryable(self.why)
+        self.calls.append((call, key))
+        self.threads.append(threading.get_ident())
+
+    def get(self, key: str) -> str | None:
+        self._note("get", key)
+        return super().get(key)
+
+    def set(self, key: str, value: str) -> None:
+        self._note("set", key)
+        super().set(key, value)
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        self._note("put_if_absent", key)
+        return super().put_if_absent(key, value)
