@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from tests.train.jobs import (
     finish,
     kills,
     kills_driver,
-    losses,
     waits_for_checkpoint,
 )
 
@@ -212,22 +210,6 @@ def test_restarted_replica_that_fails_otherwise_while_it_fetches(kind: str, make
     reasons = ["chaos: killed at forward", f"chaos: {kind} at fetch on rank {rank}"]
     assert [f["reason"] for f in report["failures"]] == (reasons[:1] if replaced else reasons)
     assert replaced or f"r{replica}.pp{rank}." in report["failures"][1]["seen"]
-
-
-@pytest.mark.slow
-@pytest.mark.grid
-@pytest.mark.parametrize("policy", ["zbv", "interleaved", "w", "helix"])
-def test_another_schedule_trains_the_same_and_survives_the_same(policy: str, make_job: Any, tmp_path: Path) -> None:
-    """Two chunks per stage or one, by graphs (all but interleaved) or autograd: up to a kill the losses are those of 1F1B,
-    after it the replica comes back."""
-    run = make_job(kills((1, 12, "forward")), "model.layers=4", "model.tied=true", f"schedule.name={policy}", patient=True)
-    plain = run.run(f"output.root={tmp_path / 'plain'}", "schedule.name=1f1b", "chaos.kill=[]")
-    assert plain.code == 0, run.why(plain)
-    report = assert_consistent(run, run.run(), lost=[1])
-    assert report["failures"][0]["rejoined_after_s"] is not None
-    expected, got = losses(tmp_path / "plain", 12), losses(run.root, 12)
-    assert expected.keys() == got.keys() == set(range(1, 12))
-    assert got == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.system

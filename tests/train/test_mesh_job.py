@@ -156,15 +156,6 @@ def test_the_rank_that_fails_is_named_and_not_the_one_that_waits_for_it(kind: st
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_with_another_cut_of_the_same_replicas(make_job: Any) -> None:
-    run = make_job(*TP, "steps=40", patient=True)
-    run.overrides += kills_driver(run, 23)
-    died = run.run()
-    assert died.code != 0, run.why(died)
-    assert_consistent(run, run.run("resume=true", "mesh.tp=1", "mesh.pp=2"), steps=40)
-
-
-@pytest.mark.slow
 def test_a_run_is_resumed_with_fewer_data_streams_and_not_with_other_batches(make_job: Any) -> None:
     run = make_job("mesh.pp=2", "mesh.dp_shard=2", "steps=40", patient=True)
     run.overrides += kills_driver(run, 23)
