@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -45,17 +46,35 @@ def check_killed_run(
     """Replica 1 was killed after its third step. Exit code 0; no gap and no repeat; the rejoined replica contributed to at
     least 5 steps; the others contributed to all and began no batch twice. Returns the lineage."""
     assert done.returncode == 0, done.stdout + done.stderr
+    records = check_rejoined(folder, steps, accumulate, replicas=replicas)
+    check_ranks(folder, steps, accumulate, replicas=replicas)
+    return records
+
+
+def check_lineage(folder: Path, steps: int, accumulate: int = 1) -> list[CommitRecord]:
+    """No step lost, no gap and no repeat."""
     records = chain(folder)
     assert [record.step for record in records] == list(range(steps + 1))
     found = audit(records, accumulate)
     assert (found.gaps, found.repeats, found.excluded) == (0, 0, 0)
-    contributions = Counter(contributor for record in records for contributor in record.contributors)
-    assert contributions[(1, 0)] >= 3 and contributions[(1, 1)] >= 5, contributions
-    for survivor in {*range(replicas)} - {1}:
-        assert contributions[(survivor, 0)] == steps, contributions
-        events = read_events(folder / "flight" / f"r{survivor}.pp0.inc0.jsonl")
-        worked = [event.detail["position"] for event in events if event.kind is Kind.WORK_BEGIN]
-        assert worked == list(range(0, steps * accumulate, accumulate))
-    fetched = read_events(folder / "flight" / "r1.pp0.inc1.story.jsonl")
-    assert any(event.kind is Kind.FETCH_END for event in fetched)
     return records
+
+
+def check_rejoined(folder: Path, steps: int, accumulate: int = 1, again: int = 5, replicas: int = 2) -> list[CommitRecord]:
+    """And replica 1 came again, and contributed `again` times then; the others contributed to all."""
+    records = check_lineage(folder, steps, accumulate)
+    contributions = Counter(contributor for record in records for contributor in record.contributors)
+    assert contributions[(1, 0)] >= 3 and contributions[(1, 1)] >= again, contributions
+    assert all(contributions[(survivor, 0)] == steps for survivor in {*range(replicas)} - {1}), contributions
+    return records
+
+
+def check_ranks(folder: Path, steps: int, accumulate: int = 1, ranks: Iterable[str] = ("pp0",), replicas: int = 2) -> None:
+    """Ranks of the others began no batch twice, and each rank of replica 1 that came again fetched its part of the state."""
+    for rank in ranks:
+        for survivor in {*range(replicas)} - {1}:
+            events = read_events(folder / "flight" / f"r{survivor}.{rank}.inc0.jsonl")
+            worked = [event.detail["position"] for event in events if event.kind is Kind.WORK_BEGIN]
+            assert worked == list(range(0, steps * accumulate, accumulate))
+        fetched = read_events(folder / "flight" / f"r1.{rank}.inc1.story.jsonl")
+        assert any(event.kind is Kind.FETCH_END for event in fetched), f"{rank} has fetched nothing"

@@ -6,15 +6,15 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from helixrt.protocol.step.lineage import audit
-from helixrt.record import Kind, read_events
 from tests import programs
-from tests.job.lineage_oracle import chain, reported
+from tests.examples.runs import check_ranks, check_rejoined
+from tests.job.lineage_oracle import reported
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "existing_loop.py"
@@ -38,20 +38,49 @@ def variables(server: subprocess.Popen[str]) -> dict[str, str]:
     raise AssertionError("helixrt serve has ended")
 
 
-def check_rejoined(root: Path, said: str, logs: str) -> None:
+def check_loop(root: Path, said: str, logs: str) -> None:
     """Of the example's run with `torchrun_killed.py`: no gap, no repeat; both replicas to the end, and bitwise equal. `said`:
     by the server; `logs`: of the replicas."""
     folder = (root / "latest").resolve()
-    records = chain(folder)
-    found = audit(records, advance=ACCUMULATE)
-    assert (found.gaps, found.repeats, found.excluded) == (0, 0, 0)
-    assert [record.step for record in records] == list(range(STEPS + 1))
-    contributions = Counter(contributor for record in records for contributor in record.contributors)
-    assert contributions[(0, 0)] == STEPS and contributions[(1, 0)] >= 3 and contributions[(1, 1)] >= 5, contributions
+    check_rejoined(folder, STEPS, ACCUMULATE)
+    check_ranks(folder, STEPS, ACCUMULATE)
     assert len(reported(folder)) == 2 and len(set(reported(folder))) == 1
     assert "in its place" in said and logs.count("has trained to the end") == 2, said + logs
-    worked = [e.detail["position"] for e in read_events(folder / "flight" / "r0.pp0.inc0.jsonl") if e.kind is Kind.WORK_BEGIN]
-    assert worked == [ACCUMULATE * step for step in range(STEPS)]  # the survivor runs no forward twice
+
+
+def torchrun(folder: Path, replica: int, told: dict[str, str], ranks: int, *script: object) -> subprocess.Popen[str]:
+    """One replica."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(replica), *map(str, script)]
+    mine = environment(**{**told, "HELIXRT_REPLICA": str(replica), "TORCH_CPP_LOG_LEVEL": "ERROR"})
+    with open(folder / f"torchrun{replica}.log", "w") as log:
+        return programs.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=mine)
+
+
+def run_under_torchrun(folder: Path, *script: object, ranks: int = 1, options: Sequence[str] = ()) -> tuple[str, str]:
+    """Two replicas of so many ranks, each under a torchrun. All must end well. `options`: of the server. Gives what the server
+    and the replicas have said."""
+    serve = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", "2", "--storage", str(folder), *options]
+    server = programs.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    replicas: list[subprocess.Popen[str]] = []
+    try:
+        told = variables(server)
+        replicas += [torchrun(folder, replica, told, ranks, *script) for replica in range(2)]
+        deadline = time.monotonic() + LIMIT_S
+        while server.poll() is None and not any(replica.poll() for replica in replicas):
+            assert time.monotonic() < deadline, "the run does not end"
+            time.sleep(0.1)
+        if any(replica.poll() for replica in replicas):  # nobody would start it again
+            server.terminate()
+        said, _ = server.communicate(timeout=60)
+        codes = [replica.wait(60) for replica in replicas]
+    finally:
+        for process in (server, *replicas):
+            process.terminate()
+            process.wait(60)
+    logs = "".join((folder / f"torchrun{replica}.log").read_text() for replica in range(2))
+    assert (server.returncode, codes) == (0, [0, 0]), said + logs
+    return said, logs
 
 
 def test_the_example_is_short() -> None:
@@ -61,25 +90,6 @@ def test_the_example_is_short() -> None:
 @pytest.mark.system
 @pytest.mark.timeout(480)
 def test_a_replica_that_torchrun_starts_again_rejoins(tmp_path: Path) -> None:
-    serve = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", "2", "--storage", str(tmp_path)]
-    server = programs.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
-    replicas: list[subprocess.Popen[str]] = []
-    try:
-        told = variables(server)
-        for replica in range(2):
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "2"]
-            torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(replica)]
-            command = [*torchrun, str(Path(__file__).parent / "torchrun_killed.py"), str(STEPS), str(tmp_path)]
-            with open(tmp_path / f"torchrun{replica}.log", "w") as log:
-                mine = environment(**{**told, "HELIXRT_REPLICA": str(replica)})
-                replicas.append(programs.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=mine))
-        said, _ = server.communicate(timeout=LIMIT_S)
-        codes = [replica.wait(60) for replica in replicas]
-    finally:
-        for process in (server, *replicas):
-            process.terminate()
-            process.wait(30)
-    logs = "".join((tmp_path / f"torchrun{replica}.log").read_text() for replica in range(2))
-    assert (server.returncode, codes) == (0, [0, 0]), said + logs
-    check_rejoined(tmp_path, said, logs)
+    said, logs = run_under_torchrun(tmp_path, Path(__file__).with_name("torchrun_killed.py"), STEPS, tmp_path)
+    check_loop(tmp_path, said, logs)
     assert (tmp_path / "latest" / "secret").stat().st_mode & 0o077 == 0

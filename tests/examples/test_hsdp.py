@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -14,10 +13,10 @@ from torch import nn
 
 from helixrt.engines.random_state import set_random_state
 from helixrt.job.sampler import StreamSampler
-from helixrt.protocol.step.lineage import CommitRecord, audit
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import Kind, read_events
-from tests.examples.runs import KILLED, ROOT, imported, run
-from tests.job.lineage_oracle import chain, reported
+from tests.examples.runs import KILLED, ROOT, check_ranks, check_rejoined, imported, run
+from tests.job.lineage_oracle import reported
 
 EXAMPLE = ROOT / "examples" / "hsdp.py"
 SEED, REPLICAS, ROWS = 1, 2, 4
@@ -107,23 +106,13 @@ def test_a_replica_that_loses_a_rank_returns_whole_and_the_result_is_that_of_one
     folder = (tmp_path / "latest").resolve()
     module = imported(EXAMPLE)
 
-    records = chain(folder)
-    assert [record.step for record in records] == list(range(steps + 1))
-    found = audit(records, advance=module.ACCUMULATE)
-    assert (found.gaps, found.repeats, found.excluded) == (0, 0, 0)
-    contributions = Counter(contributor for record in records for contributor in record.contributors)
-    assert contributions[(0, 0)] == steps
-    assert contributions[(1, 0)] >= 3 and contributions[(1, 1)] >= 5, contributions
-
+    records = check_rejoined(folder, steps, module.ACCUMULATE)
     ids = [set(json.loads(file.read_text())) for file in sorted(tmp_path.glob("ids.*.json"))]
     assert len(ids) == REPLICAS * ranks and sum(map(len, ids)) == len(set.union(*ids)), "each rank has data of its own"
 
-    suffixes = ["", *(f".dp{rank}" for rank in range(1, ranks))]
-    for suffix in suffixes:  # survivors run no forward twice
-        events = read_events(folder / "flight" / f"r0.pp0{suffix}.inc0.jsonl")
-        worked = [event.detail["position"] for event in events if event.kind is Kind.WORK_BEGIN]
-        assert worked == list(range(0, module.ACCUMULATE * steps, module.ACCUMULATE))
-    fetched = [fetched_bytes(folder / "flight" / f"r1.pp0{suffix}.inc1.story.jsonl") for suffix in suffixes]
+    names = ["pp0", *(f"pp0.dp{rank}" for rank in range(1, ranks))]
+    check_ranks(folder, steps, module.ACCUMULATE, names)
+    fetched = [fetched_bytes(folder / "flight" / f"r1.{name}.inc1.story.jsonl") for name in names]
     whole = sum(each[-1] for each in fetched)
     assert all(abs(nbytes - whole / ranks) < 0.05 * whole / ranks for each in fetched for nbytes in each), fetched
 

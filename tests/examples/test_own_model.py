@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 from helixrt.compile.materialize import materialize
 from helixrt.engines.random_state import set_random_state
 from helixrt.job.sampler import StreamSampler
-from helixrt.record import Kind, read_events
-from tests.examples.runs import KILLED, ROOT, check_killed_run, folder_of, imported, run
+from tests.examples.runs import KILLED, ROOT, check_killed_run, check_ranks, folder_of, imported, run
 from tests.job.drawn import Divided, Drawn, nowhere, over_positions
 from tests.job.lineage_oracle import chain, follow, parameters_sha256, reported
 
@@ -121,33 +120,17 @@ def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(membersh
         (("--pp", 2), ("pp0", "pp1"), nowhere),
         (("--pp", 2, "--tp", 2), ("pp0", "pp1", "pp0.tp1", "pp1.tp1"), nowhere),
         (("--cp", 2), ("pp0", "pp0.cp1"), over_positions(2)),
+        (("--tp", 2), ("pp0", "pp0.tp1"), None),
     ],
-    ids=["pp2", "pp2-tp2", "cp2"],
+    ids=["pp2", "pp2-tp2", "cp2", "tp2"],
 )
 def test_a_replica_of_several_ranks_of_an_unmodified_model_is_killed_and_rejoins(
-    axes: tuple[str, int], ranks: tuple[str, ...], divided: Divided, tmp_path: Path
+    axes: tuple[str, int], ranks: tuple[str, ...], divided: Divided | None, tmp_path: Path
 ) -> None:
-    """Each rank fetches its own part of the state; losses are those of one process."""
+    """Each rank fetches its own part of the state; losses are those of one process, but for rounding."""
     done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, 1, "auto", *axes)
     folder = folder_of(tmp_path)
     check_killed_run(done, folder, STEPS)
-    for rank in ranks:
-        events = list(read_events(folder / "flight" / f"r1.{rank}.inc1.story.jsonl"))
-        assert any(event.kind is Kind.FETCH_END for event in events), f"{rank} has fetched nothing"
+    check_ranks(folder, STEPS, ranks=ranks)
     assert len(reported(folder)) == 2 and len(set(reported(folder))) == 1
     check_losses(folder, one_process(folder, divided)[1])
-
-
-@pytest.mark.slow  # four processes that import torch and transformers, two of them twice
-@pytest.mark.timeout(480)
-def test_a_replica_of_tp_ranks_that_loses_one_returns_whole(tmp_path: Path) -> None:
-    """Each rank fetches its own part of the state. Losses are those of one process, but for rounding in float32."""
-    done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, 1, "auto", "--tp", 2)
-    folder = folder_of(tmp_path)
-    check_killed_run(done, folder, STEPS)
-    for suffix in ("", ".tp1"):
-        events = list(read_events(folder / "flight" / f"r1.pp0{suffix}.inc1.story.jsonl"))
-        assert any(event.kind is Kind.FETCH_END for event in events), f"{suffix or 'tp0'} has fetched nothing"
-    final = reported(folder)
-    assert final[0] == final[1]
-    check_losses(folder, one_process(folder)[1])

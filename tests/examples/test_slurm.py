@@ -16,13 +16,12 @@ import pytest
 
 from helixrt.lab.namespaces import processes
 from helixrt.lab.net import Network
-from helixrt.protocol.step.lineage import audit
 from tests.docs.blocks import blocks_of
 from tests.examples import test_torchrun_ranks as torchrun
-from tests.examples.runs import KILLED
+from tests.examples.runs import KILLED, check_lineage
 from tests.examples.slurm_cluster import PATH, ROOT, Cluster, lacking
 from tests.examples.test_existing_loop import STEPS as LOOP_STEPS
-from tests.examples.test_existing_loop import check_rejoined
+from tests.examples.test_existing_loop import check_loop
 from tests.job.hosts_script import EVERY
 from tests.job.lineage_oracle import chain, reported
 
@@ -77,10 +76,7 @@ def contributors(folder: Path) -> list[set[tuple[int, int]]]:
 def check(folder: Path, steps: int, replicas: int = REPLICAS, advance: int = 1) -> None:
     """No step lost, every batch once, all replicas alike."""
     latest = (folder / "latest").resolve()
-    records = chain(latest)
-    found = audit(records, advance=advance)
-    assert (found.gaps, found.repeats, found.excluded) == (0, 0, 0)
-    assert [record.step for record in records] == list(range(steps + 1))
+    check_lineage(latest, steps, advance)
     assert len(reported(latest)) == replicas and len(set(reported(latest))) == 1
 
 
@@ -111,7 +107,7 @@ def test_the_script_starts_a_replica_again_whose_rank_is_killed(cluster: Cluster
         ends = [cluster.ended(f"{job}_{replica}", 60.0) for replica in range(REPLICAS)]
     assert (code, ends) == (0, [DONE] * REPLICAS), said(tmp_path) + cluster.said()
     assert "replica 1: attempt 1 has ended with an error" in cluster.said()
-    torchrun.check_lineage((tmp_path / "latest").resolve(), torchrun.STEPS, torchrun.ACCUMULATE, again=5)
+    torchrun.check_alike((tmp_path / "latest").resolve(), torchrun.STEPS, torchrun.ACCUMULATE)
 
 
 # ---------------------------------------------------------------- srun
@@ -136,7 +132,7 @@ def test_a_replica_that_srun_starts_again_rejoins(cluster: Cluster, tmp_path: Pa
                 run.wait(60)
     printed = "".join(log.read_text() for log in logs)
     assert (code, codes) == (0, [0] * REPLICAS), said(tmp_path) + printed
-    check_rejoined(tmp_path, said(tmp_path), printed)
+    check_loop(tmp_path, said(tmp_path), printed)
 
 
 def test_one_srun_has_the_ranks_of_all_replicas(cluster: Cluster, tmp_path: Path) -> None:

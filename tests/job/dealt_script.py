@@ -1,4 +1,4 @@
-"""`python dealt_script.py FOLDER REPLICAS STEPS [RESUME]`: a tiny model; the driver of the first life is ended after step 8.
+"""`python dealt_script.py FOLDER REPLICAS STEPS`: a tiny model; the server of the first life is ended after step 8.
 
 Each rank leaves the items of each batch that it works on in FOLDER/items.REPLICA.jsonl, with the batch's position and how often
 the data was dealt anew."""
@@ -19,7 +19,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import helixrt
 
 FOLDER, REPLICAS, STEPS = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-RESUME = sys.argv[4] if len(sys.argv) > 4 else None
 ITEMS, BATCH, ACCUMULATE = 400, 4, 2
 
 
@@ -43,9 +42,9 @@ def train(session: helixrt.Session) -> None:
                     while not list(FOLDER.glob("latest/checkpoints/*/complete.json")):
                         time.sleep(0.02)
                 (FOLDER / "interrupted").touch()
-                os.kill(int(os.environ.get("HELIXRT_TEST_DRIVER", os.getppid())), signal.SIGTERM)
+                os.kill(int(os.environ["HELIXRT_TEST_DRIVER"]), signal.SIGTERM)
 
 
 if __name__ == "__main__":
     options = helixrt.RunOptions(checkpoint_every=5, loader_every=4, step_timeout_s=120.0)
-    helixrt.run(train, replicas=REPLICAS, storage=FOLDER, seed=4, resume=RESUME, options=options)
+    helixrt.run(train, replicas=REPLICAS, storage=FOLDER, seed=4, options=options)

@@ -49,13 +49,9 @@ def train(session: helixrt.Session) -> None:
     held_out = data(5, ITEMS)
 
     def validate(part: helixrt.Part) -> helixrt.PartSums:
-        done = session.step.done if session.step is not None else None
-        step = 0 if done is None else done.step
         reached = session.step is not None and session.step.number
         x, y = held_out[list(part.of(ITEMS))]
         total = errors(model, x, y)
-        with open(FOLDER / f"parts.{session.replica}", "a") as parts:
-            parts.write(f"{reached or step} {part.index} {part.count}\n")
         if CASE == "killed" and session.replica == 1 and reached == EVERY:
             kill_once("killed1")
         if CASE == "killed" and session.replica == 2 and reached == STEPS:

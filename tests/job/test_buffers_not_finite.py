@@ -25,7 +25,7 @@ from helixrt.replica.rank import Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
 from helixrt.timeouts import derive
 from tests.job.session_world import LocalHost, batches, session_with, summed
-from tests.replica.test_rank_orders import Doubles, Nowhere
+from tests.replica.stand_ins import Doubles, Gated
 
 STEPS = 12  # more than a replica may have gradients that are not finite
 
@@ -39,7 +39,7 @@ class JobHost(LocalHost):
         record, timeouts = FlightRecord("r0"), derive(20)
         self.rank = RankWorker(
             RankParts(
-                0, 0, engine, Doubles(), Nowhere(), record, timeouts, "memory", lambda report: self.leader.report(0, report),
+                0, 0, engine, Doubles(), Gated(), record, timeouts, "memory", lambda report: self.leader.report(0, report),
                 Hooks(), alone=True,
             )
         )  # fmt: skip
@@ -140,7 +140,7 @@ def test_the_exchange_with_another_replica_blames_no_gradient_for_such_a_buffer(
     model, reports, root = Model("mask"), queue.Queue[RankReport](), genesis("run", 2)
     registered = Registered.of(model, [torch.optim.SGD(model.parameters(), lr=0.05)], buffers={"buffer": "mean"})
     engine = ModuleEngine(registered, replicas=2)
-    rank = RankWorker(RankParts(0, 0, engine, Doubles(), Nowhere(), FlightRecord("r0"), derive(20), "memory", reports.put))
+    rank = RankWorker(RankParts(0, 0, engine, Doubles(), Gated(), FlightRecord("r0"), derive(20), "memory", reports.put))
     with rank:
         rank.dispatch(p.Work(root.hash, 0, 1))
         order = rank.next_work()

@@ -25,21 +25,8 @@ from helixrt.replica.run_keys import (
     running_key,
     working_key,
 )
-from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
-
-
-class MemoryStore(MemoryRunStore):
-    """Answers nothing while it is `down`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values, self.down = self._values, False
-
-    def get(self, key: str) -> str | None:
-        if self.down:
-            raise Retryable("connection refused")
-        return super().get(key)
+from tests.replica.stand_ins import MoodyStore
 
 
 class ListedLauncher(Launcher):
@@ -85,7 +72,7 @@ class World:
     """A controller over two replicas of two ranks; `script[n]` is done in round n."""
 
     def __init__(self, **options: object) -> None:
-        self.launcher, self.store = ListedLauncher(), MemoryStore()
+        self.launcher, self.store = ListedLauncher(), MoodyStore("connection refused")
         self.now = 0.0
         self.told: list[str] = []
         self.controller = Controller(
@@ -203,15 +190,15 @@ def test_ranks_that_stay_after_success_are_ended_after_the_grace() -> None:
 def test_the_store_may_be_away_for_a_while_but_not_for_ever() -> None:
     world = World()
     world.run(
-        lambda: setattr(world.store, "down", True),
+        lambda: setattr(world.store, "away", True),
         *[None] * 50,
-        lambda: setattr(world.store, "down", False),
+        lambda: setattr(world.store, "away", False),
         lambda: (world.finish(0), world.finish(1)),
     )
     assert world.launcher.starts == [(f"r{r}.pp{p}.dp0.cp0.tp0", 0) for r in (0, 1) for p in (0, 1)]
     lost = World()
     with pytest.raises(Retryable, match="store did not answer for 30 s: connection refused") as raised:
-        lost.run(lambda: setattr(lost.store, "down", True))
+        lost.run(lambda: setattr(lost.store, "away", True))
     assert raised.value.cause == Cause("the run's store did not answer for 30 s: connection refused", "driver")
     assert lost.launcher.closed and not lost.launcher.alive
 
@@ -220,7 +207,7 @@ def test_ranks_that_outlive_their_driver_go_on_when_that_loses_the_store() -> No
     world = World()
     world.launcher.outlives_driver = True
     with pytest.raises(Retryable, match="store did not answer for 30 s"):
-        world.run(lambda: setattr(world.store, "down", True))
+        world.run(lambda: setattr(world.store, "away", True))
     assert not world.launcher.closed and len(world.launcher.alive) == 4
 
 

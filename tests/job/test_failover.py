@@ -9,21 +9,8 @@ import pytest
 from helixrt.errors import Retryable
 from helixrt.job.failover import FailoverNews
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.store import MemoryRunStore
+from tests.replica.stand_ins import MoodyStore
 from tests.waiting import until
-
-
-class MoodyStore(MemoryRunStore):
-    """Out of reach while `away` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.away = threading.Event()
-
-    def put_if_absent(self, key: str, value: str) -> str:
-        if self.away.is_set():
-            raise Retryable("away")
-        return super().put_if_absent(key, value)
 
 
 class Ranks:
@@ -76,13 +63,14 @@ def test_only_failures_that_others_made_up_for_count(ranks: Ranks) -> None:
 
 
 def test_a_store_that_is_away_holds_up_nobody(ranks: Ranks) -> None:
-    ranks.store.away.set()
+    ranks.store.away = True
     begin = threading.Thread(target=ranks.leave, args=(0, 5))
     begin.start()
     begin.join(60)
     assert not begin.is_alive(), "whoever drives the links goes on"
-    assert ranks.news[1].newest() == -1
-    ranks.store.away.clear()
+    with pytest.raises(Retryable):
+        ranks.news[1].newest()
+    ranks.store.away = False
     assert ranks.all_know(5)
     close(ranks)
 

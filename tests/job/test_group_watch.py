@@ -14,6 +14,7 @@ from helixrt.job.leaving import LEAVE_S
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, RELOAD_EXIT
 from helixrt.replica.run_keys import EXIT_KEY, ended_key, exit_key, leave_key
 from helixrt.replica.store import MemoryRunStore
+from tests.replica.stand_ins import MoodyStore
 
 LIFE = (3, 5)
 
@@ -113,13 +114,6 @@ def test_a_replica_of_one_rank_is_not_ended_by_the_watch_of_its_group() -> None:
     assert GroupWatch(store, LIFE, 0, 1, end=pytest.fail, clock=clock).look() == ""
 
 
-class AwayStore(MemoryRunStore):
-    """A store whose server is gone."""
-
-    def get(self, key: str) -> str | None:
-        raise Retryable("the run's store at h:1 cannot be reached")
-
-
 def test_a_rank_whose_server_stays_away_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_watch, "LOOK_S", 0.01)
     ended: list[BaseException] = []
@@ -129,8 +123,9 @@ def test_a_rank_whose_server_stays_away_ends_and_says_so(monkeypatch: pytest.Mon
         ended.append(error)
         said.set()
 
-    with GroupWatch(AwayStore(), LIFE, 0, 1, end, leave=pytest.fail, away_s=0.1):
+    store = MoodyStore("the run's store at h:1 cannot be reached")
+    store.away = True
+    with GroupWatch(store, LIFE, 0, 1, end, leave=pytest.fail, away_s=0.1):
         assert said.wait(30.0)
     (error,) = ended
     assert isinstance(error, Retryable) and "the run's store at h:1 cannot be reached; it has been away for 0.1 s" in str(error)
-

@@ -357,8 +357,6 @@ def test_other_initial_weights_are_fetched(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "no commit": (1, "step 1 was not committed; call step.commit() at the end of each step"),
-    "left": (1, "the loop over session.steps (or the prepared loader) was left before its end"),
     "no guard": (1, "which imports the script; put the call under `if __name__ == "),
     "other layout": (2, "what is registered here differs from the replica that began first: parameter/0.weight is float32["),
     "longer loader": (2, "and streams must have the same length"),

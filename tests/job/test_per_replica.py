@@ -107,7 +107,10 @@ def test_the_state_of_a_checkpoint_outlives_many_published_after_it(kept: str, t
         ]
 
 
-def test_a_replica_that_leaves_publishes_its_newest_state() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_replica_that_leaves_publishes_its_newest_state(begun: bool) -> None:
+    """With its next step begun: that with which it began, as the leader has it, since the next batch was ordered before the
+    replica heard that it is to leave."""
     host = LocalHost()
     session = session_with(host)
     model, count = tiny(), Count()
@@ -118,39 +121,16 @@ def test_a_replica_that_leaves_publishes_its_newest_state() -> None:
 
     with pytest.raises(Departed):
         for step in session.steps(batches(), until=9, accumulate=2):
-            for x, y in step:
-                count.seen += 1
-                step.backward(summed(model, x, y))
-            step.commit()
-            if step.number == 5:
-                assert host.worker is not None
-                host.worker.next_work = leave  # type: ignore[method-assign, assignment]
-    again = Count()
-    made(again, host.store, None, []).begin(10, 6)
-    assert int(again.seen) == 10
-
-
-def test_a_replica_that_leaves_with_its_next_step_begun_publishes_what_that_began_with() -> None:
-    """As the leader has it: the next batch was ordered before the replica heard that it is to leave."""
-    host = LocalHost()
-    session = session_with(host)
-    model, count = tiny(), Count()
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], per_replica={"count": count})
-
-    def leave() -> None:
-        raise Departed("SIGTERM")
-
-    with pytest.raises(Departed):
-        for step in session.steps(batches(), until=9, accumulate=2):
+            assert host.worker is not None
             if step.number == 6:
-                assert host.worker is not None
                 host.worker.outcome = lambda order: None  # type: ignore[method-assign, assignment]
-                host.worker.next_work = leave  # type: ignore[method-assign, assignment]
             for x, y in step:
                 count.seen += 1
                 step.backward(summed(model, x, y))
+            if step.number == 5 + begun:
+                host.worker.next_work = leave  # type: ignore[method-assign, assignment]
             step.commit()
-    assert int(count.seen) == 12
+    assert int(count.seen) == (12 if begun else 10)
     again, said = Count(), list[str]()
     made(again, host.store, None, said).begin(10, 6)
     assert int(again.seen) == 10 and said == ["per-replica state: that of batch 10 is taken, for batch 10"]

@@ -1,11 +1,11 @@
-"""`helixrt serve --resume`: what is refused, and a whole run whose server was stopped."""
+"""`helixrt serve --resume`: what is refused, and a whole run whose server was stopped and which goes on with more replicas."""
 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,16 +22,17 @@ from helixrt.job.resume import keep_stream
 from helixrt.job.sampler import StreamSampler
 from helixrt.job.served import SETTINGS_FILE, SETTINGS_KEY, _restore_settings, resumed
 from helixrt.job.stream import Stream, StreamSettings
-from helixrt.protocol.step.lineage import audit
+from helixrt.protocol.step.lineage import CommitRecord, audit
 from helixrt.replica.store import MemoryRunStore
 from tests import programs
-from tests.examples.test_existing_loop import EXAMPLE, variables
 from tests.examples.test_existing_loop import environment as variables_of
+from tests.examples.test_existing_loop import variables
 from tests.job.lineage_oracle import chain, reported
-from tests.job.test_dealt_run import SCRIPT, items_entered
 from tests.job.test_resume import config_of
 from tests.job.test_run_lock import past_run
-from tests.waiting import until
+
+SCRIPT = Path(__file__).with_name("dealt_script.py")
+ACCUMULATE, BATCH = 2, 4
 
 
 def served(root: Path) -> JobConfig:
@@ -114,56 +115,21 @@ def test_replicas_of_a_resumed_run_have_the_settings_of_before(tmp_path: Path) -
         environment.agree_on_settings(again, SessionChoices(seed=5))
 
 
-@pytest.mark.slow  # two servers, and three or four processes that import torch
-@pytest.mark.timeout(480)
-def test_a_served_run_whose_server_was_stopped_goes_on_and_loses_nothing(tmp_path: Path) -> None:
-    steps, accumulate = 60, 2
-
-    def serve(*more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", "2", "--storage", str(tmp_path), *more]
-        command += ["--checkpoint-every", "5"]
-        return programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables_of())
-
-    def replicas(told: dict[str, str]) -> list[subprocess.Popen[bytes]]:
-        return [
-            programs.Popen(
-                [sys.executable, str(EXAMPLE), str(steps)],
-                env=variables_of(**{**told, "HELIXRT_REPLICA": str(replica)}),
-                stdout=subprocess.DEVNULL,
-                stderr=open(tmp_path / f"replica{replica}.log", "a"),  # noqa: SIM115 the process has it
-            )
-            for replica in range(2)
-        ]
-
-    def end(processes: list[subprocess.Popen[bytes]]) -> None:
-        for process in processes:
-            process.kill()
-            process.wait(60)
-
-    first, joined = serve(), list[subprocess.Popen[bytes]]()
-    try:
-        joined = replicas(variables(first))
-        until(lambda: list(tmp_path.glob("latest/checkpoints/*/complete.json")), "a checkpoint", 200.0)
-        end(joined)
-        first.send_signal(signal.SIGINT)
-        first.communicate(timeout=120)
-        folder = (tmp_path / "latest").resolve()
-        reached = chain(folder)[-1].step
-        second = serve("--resume", "latest")
-        try:
-            joined = replicas(variables(second))
-            said, _ = second.communicate(timeout=200)
-            assert second.returncode == 0, said + "".join((tmp_path / f"replica{r}.log").read_text() for r in range(2))
-        finally:
-            second.kill()
-    finally:
-        end(joined)
-        first.kill()
-    records = chain(folder)
-    assert (tmp_path / "latest").resolve() == folder and [record.step for record in records] == list(range(steps + 1))
-    assert audit(records, accumulate).clean and len(set(reported(folder))) == 1 and len(reported(folder)) == 2
-    assert {record.life for record in records[1:]} == ({0, 1} if reached < steps else {0})
-    assert (folder / "secret").stat().st_mode & 0o077 == 0
+def items_entered(folder: Path, records: Sequence[CommitRecord], replicas: int) -> list[int]:
+    """The items behind the sums of these records, as the ranks of the script noted them."""
+    read = {}  # (deals, replica, position) -> items; a batch that is worked on again has the same
+    for replica in range(replicas):
+        for line in (folder / f"items.{replica}.jsonl").read_text().splitlines():
+            lives, position, items = json.loads(line)
+            assert read.setdefault((lives, replica, position), items) == items
+    entered = list[int]()
+    for before, record in zip(records, records[1:], strict=False):
+        for replica in record.summed:
+            first = before.positions.get(replica, 0) if before.deal == record.deal else 0
+            for position in range(first, first + ACCUMULATE):
+                entered += read[(len(record.deal), replica, position)]
+    assert len(entered) == BATCH * ACCUMULATE * sum(len(record.summed) for record in records)
+    return entered
 
 
 @pytest.mark.slow  # two servers, and five processes that import torch
@@ -202,6 +168,7 @@ def test_a_served_run_goes_on_with_more_replicas_and_reads_every_item_once(tmp_p
     folder = (tmp_path / "latest").resolve()
     records = chain(folder)
     assert [record.step for record in records] == list(range(13)) and audit(records, 2).clean
+    assert {record.life for record in records[1:]} == {0, 1} and (folder / "secret").stat().st_mode & 0o077 == 0
     assert len(reported(folder)) == 3 and len(set(reported(folder))) == 1
     assert {replica for record in records if record.deal for replica in record.replicas} == {0, 1, 2}
     entered = items_entered(tmp_path, records, 3)

@@ -239,16 +239,6 @@ def check(folder: Path, told: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow  # a driver and three processes that import torch
 @pytest.mark.timeout(480)
-def test_a_shared_validation_is_that_of_one_process(tmp_path: Path) -> None:
-    told = launch("calm", tmp_path)
-    check(tmp_path, told)
-    assert not any(line["partial"] for line in told) and {line["weight"] for line in told} == {ITEMS}
-    evaluated = [tuple(map(int, line.split())) for r in range(3) for line in (tmp_path / f"parts.{r}").read_text().splitlines()]
-    assert len(evaluated) == len(set(evaluated)) == sum(line["parts"] for line in told), "nobody evaluates a part twice"
-
-
-@pytest.mark.slow  # a driver and three processes that import torch
-@pytest.mark.timeout(480)
 def test_a_replica_that_is_killed_in_a_validation(tmp_path: Path) -> None:
     """Of step 4 its part is missing, and the figure says so. While it is away the others share all. Of the last step it
     evaluates its part when it is back."""

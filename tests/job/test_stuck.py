@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from helixrt.errors import Retryable
 from helixrt.job.stuck import Limits, RankWatch, Stuck, Suspicion, complaint, excused, most_likely_stuck, observe
 from helixrt.job.watch import ProgressWatch
 from helixrt.record import FlightRecord, Kind
@@ -18,6 +17,7 @@ from helixrt.replica.progress import EXCHANGE, LEADER, LOOP, MAIN, Progress, Pro
 from helixrt.replica.run_keys import progress_key, working_key
 from helixrt.replica.store import MemoryRunStore
 from helixrt.replica.work_page import NOT_WORKING, WorkPage, WorkWord, word_if_possible
+from tests.replica.stand_ins import MoodyStore
 from tests.waiting import until
 
 LIMITS = Limits(step_s=10.0, start_s=100.0, look_s=1.0)
@@ -391,18 +391,6 @@ def test_a_thread_that_waits_for_a_peer_is_known_by_where_it_waits() -> None:
     worker.join(DEADLINE_S)
 
 
-class UnreachableAtFirst(MemoryRunStore):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def set(self, key: str, value: str) -> None:
-        self.calls += 1
-        if self.calls < 3:
-            raise Retryable("no answer")
-        super().set(key, value)
-
-
 def test_a_rank_that_is_stopped_before_its_first_regular_report_is_silent() -> None:
     store, now = MemoryRunStore(), [0.0]
     watch = ProgressWatch(store, Limits(10.0, 20.0, 5.0), 1.0, lambda: now[0])
@@ -425,10 +413,10 @@ def test_the_first_committed_step_is_reported_at_once() -> None:
 
 
 def test_reports_go_on_after_the_store_was_away() -> None:
-    store = UnreachableAtFirst()
+    store = MoodyStore(late=2)
     progress = Progress(store, "r0", 1, period_s=0.01)
     with progress.doing("work", position=3):
-        until(lambda: store.get(progress_key("r0", 1)))
+        until(lambda: store.values.get(progress_key("r0", 1)))
     progress.close()
     progress.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from helixrt.errors import Departed, Fatal, Retryable, StartAgain
+from helixrt.errors import Departed, Fatal, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Log, genesis
 from helixrt.protocol.step.machine import StepMachine
@@ -22,49 +22,24 @@ from helixrt.replica.membership import SoloMembership
 from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
 from helixrt.replica.run_keys import ended_key
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
-from tests.replica.test_rank_orders import Doubles, Nowhere
+from tests.replica.stand_ins import Doubles, Gated, MoodyStore
 
 ROOT = genesis("run", 1)
-
-
-class CountingStore(MemoryRunStore):
-    """Notes its calls, and the threads they come from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, str]] = []
-        self.threads: list[int] = []  # of each call
-        self.away = False
-
-    def _note(self, call: str, key: str) -> None:
-        if self.away:
-            raise Retryable("the store is away")
-        self.calls.append((call, key))
-        self.threads.append(threading.get_ident())
-
-    def get(self, key: str) -> str | None:
-        self._note("get", key)
-        return super().get(key)
-
-    def put_if_absent(self, key: str, value: str) -> str:
-        self._note("put_if_absent", key)
-        return super().put_if_absent(key, value)
 
 
 class Alone:
     """The one replica of a run, driven by the test's own thread. `bad` are positions whose gradient is not finite."""
 
     def __init__(self, plain_engine: Callable[..., Any], steps: int, bad: frozenset[int] = frozenset()) -> None:
-        self.store, self.record = CountingStore(), FlightRecord("r0")
+        self.store, self.record = MoodyStore(), FlightRecord("r0")
         RunLog(self.store).append(0, ROOT)
         self.engine, self.bad = plain_engine(self._batch, vocab=16, seed=0), bad
         self.done: list[Done] = []
         self.end_soon = threading.Timer(0.0, lambda: None)
         self.worker = RankWorker(
             RankParts(
-                0, 0, self.engine, Doubles(), Nowhere(), self.record, derive(20), "memory", self._report,
+                0, 0, self.engine, Doubles(), Gated(), self.record, derive(20), "memory", self._report,
                 Hooks(updated=self.done.append), alone=True,
             )
         )  # fmt: skip

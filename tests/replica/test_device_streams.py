@@ -16,7 +16,8 @@ from helixrt.replica import device_streams, rank
 from helixrt.replica.contracts import State
 from helixrt.replica.device_streams import DeviceStreams, Point
 from helixrt.replica.live_bytes import queued_copy
-from tests.replica.test_rank_worker import ROOT, Alone, OneRank, until
+from tests.replica.stand_ins import Alone
+from tests.replica.test_rank_worker import ROOT, OneRank, until
 
 META = torch.device("meta")
 

@@ -11,39 +11,24 @@ from typing import Any, cast
 import pytest
 import torch
 
-from helixrt.collectives.exchange import Exchange
 from helixrt.protocol.step import messages as p
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import RankReport
 from helixrt.replica.contracts import Engine
 from helixrt.replica.rank import RankParts, RankWorker
 from helixrt.timeouts import derive
-from tests.replica.test_rank_worker import Gated
-
-DEADLINE_S = 60.0
+from tests.replica.stand_ins import DEADLINE_S, Doubles, Gated
 
 
-class Noted(Exchange):
-    """As if another replica had the same gradients; notes the first number of each bucket of a call."""
+class Noted(Doubles):
+    """Notes the first number of each bucket of a call."""
 
     def __init__(self) -> None:
         self.calls: queue.Queue[list[float]] = queue.Queue()
 
-    def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
-        pass
-
-    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> None:
-        torch.mul(source, 2, out=out)
-
     def all_reduce_together(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
         super().all_reduce_together(sources, outs)
         self.calls.put([float(source[0]) for source in sources])
-
-    def abort(self, generation: int = -1) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Buckets:

@@ -44,11 +44,11 @@ class Recorder:
             self._inside.release()
 
 
-def leader_of(machine: Recorder, broken: list[BaseException], told: list[Any], membership: Membership | None = None) -> Leader:
+def leader_of(machine: Any, broken: list[BaseException], told: list[Any], membership: Membership | None = None) -> Leader:
     store = MemoryRunStore()
     hooks = LeaderHooks(lambda index, record: None, lambda command: None, lambda machine: False, broken.append)
     return Leader(
-        machine,  # type: ignore[arg-type]
+        machine,
         membership or SoloMembership(0.0),
         RunLog(store),
         Holders(store, 0, 0),

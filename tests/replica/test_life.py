@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Retryable
 from helixrt.protocol.step.lineage import Log, audit, genesis
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Exit, RankCommand, RankReport, decode, encode
-from helixrt.replica.contracts import FetchReport, Formed, Membership, Shard, StateTransport, layout_of
+from helixrt.replica.contracts import FetchReport, Formed, Membership, Shard, layout_of
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
@@ -30,6 +29,7 @@ from helixrt.replica.runlog import RunLog
 from helixrt.replica.state_shards import digest
 from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
+from tests.replica.stand_ins import Alone, Gated
 
 REPLICAS, STEPS = 2, 12
 
@@ -48,14 +48,13 @@ class Fabric:
     formed: dict[tuple[int, int], Formed] = field(default_factory=dict)  # by (replica, incarnation)
     generation: int = 0
     meetings: dict[tuple[int, int], dict[int, torch.Tensor]] = field(default_factory=dict)
-    offers: dict[tuple[str, str], Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    offers: dict[str, dict[str, Mapping[str, torch.Tensor]]] = field(default_factory=dict)  # by address and name
 
     def lose(self, replica: int) -> None:
         with self.lock:
             self.alive.discard(replica)
             self.joined.pop(replica, None)
-            for key in [k for k in self.offers if k[0] == f"mem-{replica}"]:
-                del self.offers[key]
+            self.offers.pop(f"mem-{replica}", None)
             self._form()
             self.lock.notify_all()
 
@@ -93,7 +92,7 @@ class MemoryMembership(Membership):
         self.fabric.lose(self.replica)
 
 
-class MemoryExchange(Exchange):
+class MemoryExchange(Alone):
     def __init__(self, fabric: Fabric) -> None:
         self.fabric, self.members, self.aborted = fabric, (), False
 
@@ -120,54 +119,31 @@ class MemoryExchange(Exchange):
             self.aborted = True
             self.fabric.lock.notify_all()
 
-    def close(self) -> None:
-        pass
 
-
-class MemoryTransport(StateTransport):
+class MemoryTransport(Gated):
     def __init__(self, fabric: Fabric, replica: int) -> None:
+        super().__init__()
         self.fabric, self._address = fabric, f"mem-{replica}"
+        fabric.offers[self._address] = self.offered
 
     @property
     def address(self) -> str:
         return self._address
 
-    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        with self.fabric.lock:
-            self.fabric.offers[(self._address, name)] = tensors
-
-    def offers(self, name: str) -> bool:
-        with self.fabric.lock:
-            return (self._address, name) in self.fabric.offers
-
-    def withdraw(self, name: str) -> None:
-        with self.fabric.lock:
-            self.fabric.offers.pop((self._address, name), None)
+    def found(self, name: str, donors: Sequence[str]) -> tuple[str, Mapping[str, torch.Tensor]]:
+        for donor in donors:
+            if (offer := self.fabric.offers.get(donor, {}).get(name)) is not None:
+                return donor, offer
+        raise Retryable("nobody offers it")
 
     def layout(self, name: str, donors: Sequence[str], wait_s: float) -> tuple[Shard, ...]:
-        with self.fabric.lock:
-            for donor in donors:
-                if (offer := self.fabric.offers.get((donor, name))) is not None:
-                    return layout_of(offer)
-        raise Retryable("nobody offers it")
+        return layout_of(self.found(name, donors)[1])
 
-    def fetch(
-        self,
-        name: str,
-        layout: Sequence[Shard],
-        donors: Sequence[str],
-        stall_s: float,
-        on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
+    def fetch(  # type: ignore[override]
+        self, name: str, layout: Sequence[Shard], donors: Sequence[str], stall_s: float, on_shard: object = None
     ) -> tuple[dict[str, torch.Tensor], FetchReport]:
-        with self.fabric.lock:
-            for donor in donors:
-                if (offer := self.fabric.offers.get((donor, name))) is not None:
-                    copy = {s.name: offer[s.name].clone() for s in layout}
-                    return copy, FetchReport(sum(s.nbytes for s in layout), {donor: 1})
-        raise Retryable("nobody offers it")
-
-    def close(self) -> None:
-        pass
+        donor, offer = self.found(name, donors)
+        return {s.name: offer[s.name].clone() for s in layout}, FetchReport(sum(s.nbytes for s in layout), {donor: 1})
 
 
 class Replica:

@@ -7,7 +7,6 @@ values count, host memory is taken for an accelerator's.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,22 +16,10 @@ from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.replica import live_bytes, reduced_sets
 from helixrt.replica.live_bytes import KEPT, LOCAL, SERVED, SUMS, bytes_of
 from helixrt.replica.reduced_sets import ReducedSets
+from tests.replica.stand_ins import Gated
 
 ELEMENTS = 1000
 SET = 4 * 2 * ELEMENTS
-
-
-class Offers:
-    """What is offered, as a transport would hold it."""
-
-    def __init__(self) -> None:
-        self.offered: dict[str, Mapping[str, torch.Tensor]] = {}
-
-    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.offered[name] = tensors
-
-    def withdraw(self, name: str) -> None:
-        self.offered.pop(name, None)
 
 
 def records(count: int) -> list[CommitRecord]:
@@ -51,7 +38,7 @@ def live_on(device: str) -> int:
 
 @pytest.fixture
 def sets() -> ReducedSets:
-    return ReducedSets(Offers())  # type: ignore[arg-type]
+    return ReducedSets(Gated())
 
 
 def local(device: str) -> list[torch.Tensor]:
@@ -116,7 +103,7 @@ def test_an_exchange_that_was_not_committed_gives_its_set_back(sets: ReducedSets
 def test_what_is_served_is_the_copy_that_was_queued_with_each_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The set on the device is written again by the next exchange, and no copy is made where the update waits for it."""
     monkeypatch.setattr(reduced_sets, "_elsewhere", lambda tensor: True)
-    offers = Offers()
+    offers = Gated()
     sets, buckets = ReducedSets(offers), local("cpu")  # type: ignore[arg-type]
     addresses = set()
     for number, record in enumerate(records(6), 1):
@@ -145,7 +132,7 @@ def test_what_is_served_is_the_copy_that_was_queued_with_each_sum(monkeypatch: p
 @pytest.mark.gpu
 def test_the_copy_of_a_set_on_a_gpu_is_pinned_also_after_this_replica_was_behind() -> None:
     """While it is behind, each set is used once, and pinning it would take longer than the sum. The sets are free later."""
-    offers, buckets = Offers(), local("cuda")
+    offers, buckets = Gated(), local("cuda")
     sets = ReducedSets(offers)  # type: ignore[arg-type]
     *behind, one, other = records(6)
     for record in behind:

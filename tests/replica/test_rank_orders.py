@@ -4,69 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from helixrt.collectives.exchange import Exchange
 from helixrt.errors import ConfigError, Fatal
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.record import FlightRecord
 from helixrt.replica.commands import Evaluate, Exit, OrderPrepared, PrepareOrder, RankReport
-from helixrt.replica.contracts import FetchReport, Shard, StateTransport
 from helixrt.replica.rank import Hooks, RankParts, RankWorker
 from helixrt.timeouts import derive
+from tests.replica.stand_ins import DEADLINE_S, Doubles, Gated
 
-DEADLINE_S = 60.0
 ROOT = genesis("run", 2)
-
-
-class Doubles(Exchange):
-    """As if another replica had the same gradients."""
-
-    def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
-        pass
-
-    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> None:
-        assert divisor == 1, "the engine divides"
-        torch.mul(source, 2, out=out)
-
-    def abort(self, generation: int = -1) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Nowhere(StateTransport):
-    address = "nowhere"
-
-    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        pass
-
-    def offers(self, name: str) -> bool:
-        return False
-
-    def withdraw(self, name: str) -> None:
-        pass
-
-    def layout(self, name: str, donors: Sequence[str], wait_s: float) -> tuple[Shard, ...]:
-        raise AssertionError("nothing is fetched here")
-
-    def fetch(
-        self,
-        name: str,
-        layout: Sequence[Shard],
-        donors: Sequence[str],
-        stall_s: float,
-        on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
-    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
-        raise AssertionError("nothing is fetched here")
-
-    def close(self) -> None:
-        pass
 
 
 class Driven:
@@ -78,7 +30,7 @@ class Driven:
         self.engine = plain_engine(batch, vocab=16, seed=0)
         self.worker = RankWorker(
             RankParts(
-                0, 0, self.engine, Doubles(), Nowhere(), FlightRecord("r0"), derive(DEADLINE_S), "memory", self.reports.put,
+                0, 0, self.engine, Doubles(), Gated(), FlightRecord("r0"), derive(DEADLINE_S), "memory", self.reports.put,
                 Hooks(evaluate=self.evaluated.append),
             )
         )  # fmt: skip

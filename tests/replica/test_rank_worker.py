@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Fatal, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
@@ -18,80 +17,17 @@ from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
 from helixrt.replica.commands import Broken, Channel, Evaluate, Exit, LoadDurable, LoadedDurable, RankReport
-from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, State, StateTransport, layout_of
-from helixrt.replica.evidence import Holders
+from helixrt.replica.contracts import FetchReport, RunStore, Shard, State, layout_of
 from helixrt.replica.layout_book import KEPT, LayoutBook
-from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.rank import Hooks, RankParts, RankWorker
-from helixrt.replica.runlog import RunLog
 from helixrt.replica.state_shards import shards_of
 from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
+from tests.replica.stand_ins import DEADLINE_S, Alone, Gated
+from tests.replica.test_leader import leader_of
 from tests.waiting import until
 
-DEADLINE_S = 60.0
 ROOT = genesis("run", 2)
-
-
-class Alone(Exchange):
-    def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
-        pass
-
-    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> None:
-        torch.div(source, divisor, out=out)
-
-    def abort(self, generation: int = -1) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Gated(StateTransport):
-    """Answers a fetch of a name when the test opens its gate."""
-
-    def __init__(self) -> None:
-        self.offered: dict[str, Mapping[str, torch.Tensor]] = {}
-        self.gates: dict[str, threading.Event] = {}
-        self.begun: list[str] = []
-        self.progress: threading.Event | None = None  # tells of each shard, and waits
-        self.layouts: Callable[[str], tuple[Shard, ...]] | None = None  # of the peers' offers
-
-    @property
-    def address(self) -> str:
-        return "gated"
-
-    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.offered[name] = tensors
-
-    def offers(self, name: str) -> bool:
-        return name in self.offered
-
-    def withdraw(self, name: str) -> None:
-        self.offered.pop(name, None)
-
-    def layout(self, name: str, donors: Sequence[str], wait_s: float) -> tuple[Shard, ...]:
-        assert self.layouts is not None
-        return self.layouts(name)
-
-    def fetch(
-        self,
-        name: str,
-        layout: Sequence[Shard],
-        donors: Sequence[str],
-        stall_s: float,
-        on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
-    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
-        self.begun.append(name)
-        assert self.gates[name].wait(DEADLINE_S)
-        if self.progress is not None:
-            for shard in layout:
-                on_shard(shard, "peer", True)
-                assert self.progress.wait(DEADLINE_S)
-        return {s.name: torch.full(s.shape, 7.0) for s in layout}, FetchReport(1, {"peer": 1})
-
-    def close(self) -> None:
-        pass
 
 
 class OneRank:
@@ -460,23 +396,8 @@ def test_a_command_that_cannot_be_carried_out_is_heard_of() -> None:
     reader.close()
 
 
-class Nobody(Membership):
-    def announce(self) -> None:
-        pass
-
-    def join(self, me: Member, timeout_s: float) -> object:  # type: ignore[override]
-        raise Retryable("nobody")
-
-    def close(self) -> None:
-        pass
-
-
 def test_ranks_answers_to_an_earlier_fetch_do_not_count_for_a_later_one() -> None:
-    machine = StepMachine(0, 0, 2, Log([ROOT]), ROOT.hash, 9)
-    hooks = LeaderHooks(lambda i, r: None, lambda c: None, lambda m: False, lambda error: None)
-    store = MemoryRunStore()
-    nobody, holders, record = Nobody(), Holders(store, 0, 0), FlightRecord("r0")
-    leader = Leader(machine, nobody, RunLog(store), holders, (), lambda c: None, record, derive(20), hooks)
+    leader = leader_of(StepMachine(0, 0, 2, Log([ROOT]), ROOT.hash, 9), [], [])
     assert leader._hear(0, p.Fetched("a")) is None
     leader._order(p.FetchState("a", ()))  # asked again
     assert leader._hear(1, p.Fetched("a")) is None
@@ -503,11 +424,7 @@ def test_a_rank_reports_what_its_threads_do_and_that_it_has_been_through_a_step(
 
 
 def test_a_rank_of_the_replica_that_is_broken_is_no_failure_of_its_leader() -> None:
-    machine = StepMachine(0, 0, 2, Log([ROOT]), ROOT.hash, 9)
-    hooks = LeaderHooks(lambda i, r: None, lambda c: None, lambda m: False, lambda error: None)
-    store = MemoryRunStore()
-    nobody, holders, record = Nobody(), Holders(store, 0, 0), FlightRecord("r0")
-    leader = Leader(machine, nobody, RunLog(store), holders, (), lambda c: None, record, derive(20), hooks)
+    leader = leader_of(StepMachine(0, 0, 2, Log([ROOT]), ROOT.hash, 9), [], [])
     with pytest.raises(StartAgain):
         leader._hear(1, Broken("out of memory"))
 

@@ -72,10 +72,8 @@ class Job:
         )
 
     def run(self, *overrides: str, deadline_s: float = DEADLINE_S) -> Ended:
-        """Start it, wait until it has ended, and check that all it started has ended too."""
-        ended = finish(self.start(*overrides), deadline_s)
-        self.nothing_is_left()
-        return ended
+        """Start it, and wait until it has ended. What it leaves fails the test (tests/leaks.py)."""
+        return finish(self.start(*overrides), deadline_s)
 
     def processes(self) -> list[int]:
         """The living processes of this job."""
@@ -87,13 +85,6 @@ class Job:
             except OSError:
                 continue  # another's, or gone
         return found
-
-    def nothing_is_left(self) -> None:
-        """The kernel ends the ranks of a driver that was killed; that takes it a moment."""
-        deadline = time.monotonic() + 60
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert left == [], f"still there: {[commands(pid) for pid in left]}"
 
     def end(self) -> None:
         for pid in self.processes():
@@ -141,13 +132,6 @@ class Job:
         return "\n".join([f"exit {ended.code}", ended.out[-3000:], ended.err[-3000:], *said])
 
 
-def commands(pid: int) -> str:
-    try:
-        return f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode(errors='replace')}"
-    except OSError:
-        return str(pid)
-
-
 def finish(driver: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Ended:
     try:
         out, err = driver.communicate(timeout=deadline_s)
@@ -164,6 +148,14 @@ def until(what: Callable[[], bool], why: str, job: Job, driver: subprocess.Popen
     while not what():
         assert time.monotonic() < limit and driver.poll() is None, f"{why}\n{job.why(so_far())}"
         time.sleep(0.05)
+
+
+def losses(root: Path, until: int | None = None, replica: int = 0) -> dict[int, float]:
+    """This replica's loss of every step below `until`, exactly as it was computed, of the only run under `root`."""
+    (metrics,) = root.glob("[0-9]*/[0-9]*/metrics.jsonl")
+    entries = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    found = {e["step"]: e["loss_nats"] for e in entries if e.get("participants") and e["replica"] == replica}
+    return {step: loss for step, loss in found.items() if until is None or step < until}
 
 
 def kills(*chosen: tuple[int, int, str]) -> str:

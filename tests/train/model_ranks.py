@@ -11,13 +11,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.bench._job_engine import pipeline_engine
+from helixrt.engines.pipeline import PipelineEngine
 from helixrt.parallel.attention import context_part
 from helixrt.parallel.group import Group
-from helixrt.train.config import ModelConfig
+from helixrt.record import FlightRecord
+from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.parallel import join, layouts
@@ -107,3 +111,34 @@ def on_ranks(run_stages: Any, ranks: int, work: Callable[[Group], Any]) -> list[
 def on_two_ranks(run_stages: Any, work: Shared) -> tuple[list[nn.Module], list[float]]:
     modules, losses = zip(*on_ranks(run_stages, 2, work), strict=True)
     return list(modules), list(losses)
+
+
+def engine_of(
+    model: ModelConfig, schedule: ScheduleConfig, tokens: torch.Tensor, stage: int = 0, stages: int = 1, group: Any = None
+) -> PipelineEngine:
+    """A stage that is given these tokens at every position."""
+    return pipeline_engine(
+        model,
+        OptimConfig(bucket_bytes=4096),
+        schedule,
+        batch=len(tokens),
+        seq_len=tokens.shape[1] - 1,
+        steps=10,
+        seed=5,
+        stage=stage,
+        stages=stages,
+        group=group,
+        batch_at=lambda position: tokens,
+        validation=lambda index: tokens,
+        record=FlightRecord(f"pp{stage}"),
+        dtype=torch.float64,
+    )
+
+
+def check_engine(engine: PipelineEngine, loss: float, gradients: dict[str, torch.Tensor | None]) -> None:
+    """A step has this loss and these gradients."""
+    assert engine.run(1, lambda bucket: None).loss == pytest.approx(loss, rel=1e-13)
+    for slot, (name, _) in zip(engine._buckets.slots, engine._buckets.named, strict=True):
+        got, want = slot.view(engine.buckets), gradients[name]
+        assert want is not None and (got - want).abs().max() <= 1e-11 * want.abs().max(), name
+    engine.close()

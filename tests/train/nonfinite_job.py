@@ -1,6 +1,6 @@
 """`python nonfinite_job.py SPOILT key=value …`: the main job, in which gradients of some batches are not finite.
 
-SPOILT is JSON: [[replica, rank, position], …]; position -1 spoils every batch.
+SPOILT is JSON: [[replica, rank, position], …].
 """
 
 import json
@@ -32,7 +32,7 @@ def spoil(model: nn.Module, replica: int) -> None:
 
     def spoiling(on_bucket: Callable[[int], None]) -> None:
         def handed_out(index: int) -> None:
-            if spoilt & {at[0], -1}:
+            if at[0] in spoilt:
                 engine.buckets[index].view(-1)[-1] = math.nan
             on_bucket(index)
 

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -24,15 +23,6 @@ pytestmark = [
 
 STEPS, LOST = 400, 5  # LOST: steps that only the stopped replica holds, at least
 COMMAND = (sys.executable, "-c", "import sys; from helixrt.cli import main; sys.exit(main())", "accept-loss")
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    # A rank that is stopped counts as hung, and is replaced, only after step_timeout_s.
-    limits = ("step_timeout_s=200", "heartbeat_s=0.6", "supersede_after_s=3000")
-    made = Job(tmp_path, f"steps={STEPS}", "mesh.pp=1", f"checkpoint.every={STEPS}", *limits)
-    yield made
-    made.end()
 
 
 class Running:
@@ -68,8 +58,11 @@ class Running:
         return int(re.findall(r'"pid":([0-9]+)', flight.read_text())[0])
 
 
-def test_a_wait_for_a_stopped_holder_ends_when_the_user_accepts_the_loss(job: Job) -> None:
-    run = Running(job)
+def test_a_wait_for_a_stopped_holder_ends_when_the_user_accepts_the_loss(make_job: Callable[..., Job]) -> None:
+    # A rank that is stopped counts as hung, and is replaced, only after step_timeout_s.
+    limits = ("step_timeout_s=200", "heartbeat_s=0.6", "supersede_after_s=3000")
+    run = Running(make_job(f"steps={STEPS}", "mesh.pp=1", f"checkpoint.every={STEPS}", *limits))
+    job = run.job
     run.until(lambda: bool(list(job.root.glob("[0-9]*/[0-9]*"))) and job.committed_by(0, 1) > 5, "they do not begin")
     holder, other = run.pid_of("r0.pp0"), run.pid_of("r1.pp0")
     os.kill(other, signal.SIGSTOP)

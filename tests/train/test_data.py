@@ -1,15 +1,14 @@
-"""The corpus and its loader as streams read it: deterministic, disjoint, restorable at any position, dealt again."""
+"""The corpus, and its loader as streams read it (`tests/job/test_stream.py` has what holds for every loader)."""
 
 import hashlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helixrt.bench._two_sides import text_batches
 from helixrt.errors import ConfigError
@@ -17,7 +16,6 @@ from helixrt.job.permutation import permutation
 from helixrt.job.session import Session
 from helixrt.job.session_host import SessionSettings
 from helixrt.job.stream import Stream
-from helixrt.protocol.step.deal import Deal
 from helixrt.replica.store import MemoryRunStore
 from helixrt.train.config import DataConfig
 from helixrt.train.data import Windows, load_corpus, text_loader, training_windows, validation_batch
@@ -47,27 +45,18 @@ class Reader:
     stream: int = 0
     streams: int = 2
     seed: int = SEED
-    deals: tuple[Deal, ...] = ()
-    store: MemoryRunStore = field(default_factory=MemoryRunStore)
 
     def __post_init__(self) -> None:
         data = DataConfig(path=str(self.folder), batch=BATCH, seq_len=SEQ)
-        self.windows = training_windows(load_corpus(data), data, self.streams)
-        settings = SessionSettings(self.stream, replicas=self.streams, seed=self.seed, loader_every=4, deals=self.deals)
-        sampler = Session(settings, LocalHost()).sampler(self.windows, shuffle=True)
-        self.loader = text_loader(self.windows, sampler, BATCH)
-        self.source = Stream(self.loader, settings.stream(1), self.store)
+        windows = training_windows(load_corpus(data), data, self.streams)
+        settings = SessionSettings(self.stream, replicas=self.streams, seed=self.seed)
+        self.loader = text_loader(windows, Session(settings, LocalHost()).sampler(windows, shuffle=True), BATCH)
+        self.source = Stream(self.loader, settings.stream(1), MemoryRunStore())
         self.per_epoch = self.source.usable or 0
 
     def batch_at(self, position: int) -> torch.Tensor:
         (batch,) = self.source.take(position)
         return cast(torch.Tensor, batch)
-
-    def ids(self, batch: torch.Tensor) -> list[int]:
-        """Which windows they are."""
-        known = {self.windows[i].numpy().tobytes(): i for i in range(len(self.windows))}
-        assert len(known) == len(self.windows)
-        return [known[row.numpy().tobytes()] for row in batch]
 
 
 def batch_of(text: np.ndarray, position: int, data: DataConfig, seed: int, streams: int = 1, stream: int = 0) -> torch.Tensor:
@@ -105,20 +94,6 @@ def test_standard_library_is_text_of_some_size_and_always_the_same() -> None:
     assert 0.005 < one.validation.size / one.nbytes < 0.2
 
 
-def test_sequential_reading_equals_restoring_at_any_position(folder: Path, seed: int) -> None:
-    reader = Reader(folder)
-    positions = 3 * reader.per_epoch
-    batches = [reader.batch_at(k) for k in range(positions)]
-    assert all(b.shape == (BATCH, SEQ + 1) and b.dtype == torch.int64 for b in batches)
-    rng = random.Random(seed)
-    jumper = Reader(folder)
-    for k in [rng.randrange(positions) for _ in range(50)]:
-        assert torch.equal(jumper.batch_at(k), batches[k])
-        assert torch.equal(jumper.batch_at(k), batches[k]), "a position asked again"
-        if k + 1 < positions:
-            assert torch.equal(jumper.batch_at(k + 1), batches[k + 1]), "and the one after it"
-
-
 def test_a_batch_is_a_function_of_seed_stream_and_position(folder: Path) -> None:
     data = DataConfig(path=str(folder), batch=BATCH, seq_len=SEQ)
     text = load_corpus(data).train
@@ -127,7 +102,9 @@ def test_a_batch_is_a_function_of_seed_stream_and_position(folder: Path) -> None
         source = text_batches(data, stream, streams, SEED)
         for k, without_session in zip(range(2 * reader.per_epoch + 2), source, strict=False):
             expected = batch_of(text, k, data, SEED, streams, stream)
-            assert torch.equal(reader.batch_at(k), expected) and torch.equal(without_session, expected)
+            found = reader.batch_at(k)
+            assert found.shape == (BATCH, SEQ + 1) and found.dtype == torch.int64
+            assert torch.equal(found, expected) and torch.equal(without_session, expected)
 
 
 def test_a_state_of_the_loader_restores_another(folder: Path) -> None:
@@ -137,49 +114,6 @@ def test_a_state_of_the_loader_restores_another(folder: Path) -> None:
         next(read)
     two.load_state_dict(one.state_dict())
     assert torch.equal(next(iter(two)), next(read))
-
-
-def test_a_replica_that_starts_again_reads_few_batches_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Reader(folder)
-    batches = [first.batch_at(k) for k in range(12)]
-    read: list[int] = []
-    whole = Windows.batch
-    monkeypatch.setattr(Windows, "__getitems__", lambda self, items: (read.append(len(items)), whole(self, items))[1])
-    again = Reader(folder, store=first.store)
-    assert isinstance(again.loader, StatefulDataLoader)
-    assert torch.equal(again.batch_at(10), batches[10]) and read == [BATCH] * 3, "from the state at batch 8 on"
-    assert torch.equal(again.batch_at(11), batches[11]) and read == [BATCH] * 4
-
-
-def test_reading_leaves_the_global_random_state_alone(folder: Path) -> None:
-    loader = Reader(folder).loader
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    next(iter(loader))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_replicas_share_no_window_within_an_epoch_and_epochs_differ(folder: Path) -> None:
-    readers = [Reader(folder, r, 3) for r in range(3)]
-    n = readers[0].per_epoch
-    ids = [i for reader in readers for k in range(n) for i in reader.ids(reader.batch_at(k))]
-    assert len(ids) == len(set(ids)) == 9 * n
-    assert not torch.equal(readers[0].batch_at(0), readers[0].batch_at(n))
-
-
-def test_windows_that_were_not_read_are_dealt_over_other_streams(folder: Path) -> None:
-    """Two streams, then three, then one: every window of the epoch once, but for what does not fill a batch on every stream."""
-    deals: tuple[Deal, ...] = ()
-    read: list[int] = []
-    items = 0
-    for positions in ((7, 4), (5, 9, 6), (None,)):
-        readers = [Reader(folder, r, len(positions), deals=deals) for r in range(len(positions))]
-        items, first = len(readers[0].windows), readers[0].source.first
-        for reader, position in zip(readers, positions, strict=True):
-            read += [i for k in range(first if position is None else position) for i in reader.ids(reader.batch_at(k))]
-        counts = tuple(first if position is None else position for position in positions)
-        deals = (*deals, Deal(counts, 1, items, True, BATCH, readers[0].per_epoch, first))
-    assert len(read) == len(set(read)) and items - len(read) < BATCH
 
 
 def test_other_seeds_give_other_batches(folder: Path) -> None:

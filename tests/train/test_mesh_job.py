@@ -5,41 +5,18 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import programs
-from tests.train.jobs import Job, assert_consistent, kills, kills_driver
+from tests.train.jobs import assert_consistent, kills, kills_driver, losses
 
 pytestmark = [
     pytest.mark.timeout(300),
 ]
 TP = ("mesh.pp=1", "mesh.tp=2")
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Any]:
-    """Makes a `Job` of some overrides; whatever it left is ended with the test."""
-    made: list[Job] = []
-
-    def make(*overrides: str) -> Job:
-        made.append(Job(tmp_path, *overrides, patient=True))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.end()
-
-
-def losses(root: Path, until: int, replica: int = 0) -> dict[int, float]:
-    """This replica's loss of every step below `until`, of the only run under `root`."""
-    (metrics,) = root.glob("[0-9]*/[0-9]*/metrics.jsonl")
-    entries = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = [e for e in entries if e.get("participants") and e["replica"] == replica and e["step"] < until]
-    return {e["step"]: e["loss_nats"] for e in steps}
 
 
 def rounding(shape: str) -> float:
@@ -57,11 +34,11 @@ def rounding(shape: str) -> float:
     ids=["tp, bfloat16", "dp_shard"],
 )
 def test_a_replica_of_two_ranks_is_lost_and_comes_back(
-    shape: tuple[str, ...], said: str, log: str, job: Any, seed: int
+    shape: tuple[str, ...], said: str, log: str, make_job: Any, seed: int
 ) -> None:
     choice = random.Random(seed)
     replica, step = choice.randrange(2), choice.randint(3, 16)
-    run = job(kills((replica, step, "exchange_early")), *shape, "steps=40")
+    run = make_job(kills((replica, step, "exchange_early")), *shape, "steps=40", patient=True)
     report = assert_consistent(run, run.run(), lost=[replica], steps=40)
     (failure,) = report["failures"]
     assert failure["step"] == step and failure["survivors_recomputed"] == 0 and failure["rejoined_after_s"] is not None
@@ -99,9 +76,9 @@ SHAPES = {
 @pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("shape", SHAPES)
-def test_eight_ranks_train_as_two_do_and_survive_a_kill(shape: str, job: Any, tmp_path: Path) -> None:
+def test_eight_ranks_train_as_two_do_and_survive_a_kill(shape: str, make_job: Any, tmp_path: Path) -> None:
     """Up to the kill the losses are those of replicas of one rank; then the replica comes back whole."""
-    run = job(kills((1, 12, "forward")), *SHAPES[shape], "steps=40")
+    run = make_job(kills((1, 12, "forward")), *SHAPES[shape], "steps=40", patient=True)
     alone = ("mesh.pp=1", "mesh.tp=1", "mesh.cp=1", "parallel.sequence=true", "chaos.kill=[]", "steps=13")
     plain = run.run(f"output.root={tmp_path / 'plain'}", *alone)
     assert plain.code == 0, run.why(plain)
@@ -120,10 +97,10 @@ FOLDED = (("zbv", "auto"), ("dualpipev", "auto"))
 
 @pytest.mark.slow
 @pytest.mark.timeout(480)
-def test_graph_schedules_train_alike_over_tensor_parallel_stages(job: Any, tmp_path: Path) -> None:
+def test_graph_schedules_train_alike_over_tensor_parallel_stages(make_job: Any, tmp_path: Path) -> None:
     """W apart from B or not, woven (dualpipev) or not: the same losses, bit for bit; by autograd within rounding."""
     four = ("mesh.replicas=1", "mesh.pp=2", "mesh.tp=2", "model.family=llama", "model.layers=4", "schedule.microbatches=4")
-    run = job(*four, "optim.clip=0", "schedule.profile=estimate", "checkpoint.every=0", "steps=6")
+    run = make_job(*four, "optim.clip=0", "schedule.profile=estimate", "checkpoint.every=0", "steps=6", patient=True)
     found = {}
     for name, graphs in (("1f1b", "never"), *LINEAR, *FOLDED):
         root = tmp_path / f"{name}-{graphs}"
@@ -150,10 +127,10 @@ SHARDED = {
 @pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("shape", SHARDED)
-def test_shards_of_two_replicas_train_as_four_replicas_do_and_survive_a_kill(shape: str, job: Any, tmp_path: Path) -> None:
+def test_shards_of_two_replicas_train_as_four_replicas_do_and_survive_a_kill(shape: str, make_job: Any, tmp_path: Path) -> None:
     """Four streams either way: up to the kill the loss of a replica is the mean of those of its shards' streams. Then the
     replica comes back whole, each rank with the shard of its equal rank."""
-    run = job(kills((1, 12, "forward")), *SHARDED[shape], "steps=40")
+    run = make_job(kills((1, 12, "forward")), *SHARDED[shape], "steps=40", patient=True)
     alone = ("mesh.replicas=4", "mesh.pp=1", "mesh.dp_shard=1", "mesh.tp=1", "chaos.kill=[]", "steps=13")
     plain = run.run(f"output.root={tmp_path / 'plain'}", *alone)
     assert plain.code == 0, run.why(plain)
@@ -170,26 +147,17 @@ def test_shards_of_two_replicas_train_as_four_replicas_do_and_survive_a_kill(sha
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exception", "stop"])
-def test_the_rank_that_fails_is_named_and_not_the_one_that_waits_for_it(kind: str, job: Any) -> None:
+def test_the_rank_that_fails_is_named_and_not_the_one_that_waits_for_it(kind: str, make_job: Any) -> None:
     fault = f"chaos.fault=[{{kind: {kind}, replica: 1, rank: 1, step: 6, moment: forward}}]"
-    run = job(fault, *TP, "steps=40", "step_timeout_s=20")
+    run = make_job(fault, *TP, "steps=40", "step_timeout_s=20", patient=True)
     report = assert_consistent(run, run.run(), lost=[1], steps=40)
     (failure,) = report["failures"]
     assert "tp1" in failure["seen"], failure
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_with_another_cut_of_the_same_replicas(job: Any) -> None:
-    run = job(*TP, "steps=40")
-    run.overrides += kills_driver(run, 23)
-    died = run.run()
-    assert died.code != 0, run.why(died)
-    assert_consistent(run, run.run("resume=true", "mesh.tp=1", "mesh.pp=2"), steps=40)
-
-
-@pytest.mark.slow
-def test_a_run_is_resumed_with_fewer_data_streams_and_not_with_other_batches(job: Any) -> None:
-    run = job("mesh.pp=2", "mesh.dp_shard=2", "steps=40")
+def test_a_run_is_resumed_with_fewer_data_streams_and_not_with_other_batches(make_job: Any) -> None:
+    run = make_job("mesh.pp=2", "mesh.dp_shard=2", "steps=40", patient=True)
     run.overrides += kills_driver(run, 23)
     died = run.run()
     assert died.code != 0, run.why(died)

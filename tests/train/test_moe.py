@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from helixrt.bench._job_engine import pipeline_engine
-from helixrt.record import FlightRecord
-from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
+from helixrt.train.config import ModelConfig, ScheduleConfig
 from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.moe import CHOICES, MixtureOfExperts, expert_capacity, route
 from helixrt.train.models.parallel import ALONE
+from tests.train.model_ranks import check_engine, engine_of
 
 SEQ = 12
 MODEL = ModelConfig(
@@ -156,26 +155,7 @@ def test_pipeline_gives_the_gradients_of_a_plain_loop_over_micro_batches(run_sta
     expected = {name: p.grad for name, p in whole.named_parameters()}
 
     def body(stage: int, group: Any) -> None:
-        engine = pipeline_engine(
-            replace(MODEL, family="llama"),
-            OptimConfig(bucket_bytes=4096),
-            ScheduleConfig(policy, 4),
-            batch=8,
-            seq_len=SEQ,
-            steps=10,
-            seed=5,
-            stage=stage,
-            stages=2,
-            group=group,
-            batch_at=lambda position: tokens,
-            validation=lambda index: tokens,
-            record=FlightRecord(f"pp{stage}"),
-            dtype=torch.float64,
-        )
-        assert engine.run(1, lambda bucket: None).loss == pytest.approx(total, rel=1e-13)
-        for slot, (name, _) in zip(engine._buckets.slots, engine._buckets.named, strict=True):
-            got, want = slot.view(engine.buckets), expected[name]
-            assert want is not None and (got - want).abs().max() <= 1e-11 * want.abs().max(), name
-        engine.close()
+        engine = engine_of(replace(MODEL, family="llama"), ScheduleConfig(policy, 4), tokens, stage, 2, group)
+        check_engine(engine, total, expected)
 
     run_stages(2, body)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helixrt import cli
 from helixrt.job.report import read_flight
 from helixrt.record import Kind
-from tests.train.jobs import Job
 
 pytestmark = [
     pytest.mark.system,
@@ -23,17 +21,11 @@ LEAST_MS, SLOW_MS = 5, 50
 FOUND_IN = range(SLOW_FROM - 1, SLOW_FROM + 3)
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def test_a_slow_stage_is_seen_live_and_told_afterwards(make_job: Any, capsys: pytest.CaptureFixture[str]) -> None:
     sleeps = [f"{{stage: {stage}, factor: 1, least_ms: {LEAST_MS}}}" for stage in (0, 1)]
     sleeps.append(f"{{stage: 1, factor: 30, least_ms: {SLOW_MS}, steps: [{SLOW_FROM}, 1000]}}")
     slow = f"chaos.slow=[{', '.join(sleeps)}]"
-    made = Job(tmp_path, f"steps={STEPS}", "mesh.replicas=1", "mesh.pp=2", "schedule.microbatches=8", slow)
-    yield made
-    made.end()
-
-
-def test_a_slow_stage_is_seen_live_and_told_afterwards(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_job(f"steps={STEPS}", "mesh.replicas=1", "mesh.pp=2", "schedule.microbatches=8", slow)
     ended = job.run()
     assert ended.code == 0, ended.err
     (found,) = job.report()["costs"]

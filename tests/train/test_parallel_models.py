@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from helixrt.collectives.gloo_groups_private import gloo_backend
 from helixrt.engines.inner_group import lost_rank
 from helixrt.errors import ConfigError
 from helixrt.parallel import CONTEXTS
@@ -118,31 +116,6 @@ def test_context_parallel_ranks_are_the_whole_model(run_stages: Any, model: Mode
     assert sum(losses) / ranks == pytest.approx(expected, rel=1e-13)
     for module in modules:
         close(gradients(module), grads, tolerance=1e-12)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_tensor_and_context_parallelism_together(run_stages: Any, context: str) -> None:
-    """Four ranks as two by two. The experts take every token, so that capacity is the same for any cut of a sequence."""
-    model = replace(LLAMA, **MOE | {"capacity": 4.0, "auxiliary": 0.0}, context=context)
-    expected, grads = alone(model, [batch()])
-    stores = {axis: [dist.HashStore() for _ in range(2)] for axis in ("tp", "cp")}
-
-    def body(rank: int, _: Any) -> tuple[nn.Module, float]:
-        row, column = divmod(rank, 2)
-        tp_backend = gloo_backend(stores["tp"][row], column, 2)
-        cp_backend = gloo_backend(stores["cp"][column], row, 2)
-        with registered(tp_backend, column, 2) as tp, registered(cp_backend, row, 2) as cp:
-            groups = ParallelGroups(tp=tp, sequence=True, cp=cp)
-            module = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=groups)
-            loss = backward(module, batch(), cp)
-            reduce_gradients(module, groups)
-            return module, loss
-
-    results = run_stages(4, body)
-    assert (results[0][1] + results[2][1]) / 2 == pytest.approx(expected, rel=1e-13)
-    for row in (0, 2):
-        modules = [module for module, _ in results[row : row + 2]]
-        close(put_together([gradients(m) for m in modules], modules[0], "tp"), grads)
 
 
 @pytest.mark.parametrize("model", [replace(m, **MOE, tied=tied) for m, tied in ((GPT, True), (LLAMA, False))], ids=str)

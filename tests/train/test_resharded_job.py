@@ -3,14 +3,12 @@ nobody interrupted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.train.jobs import Job, assert_consistent, kills_driver
-from tests.train.test_mesh_job import losses
+from tests.train.jobs import assert_consistent, kills_driver, losses
 
 pytestmark = [
     pytest.mark.slow,  # three drivers each
@@ -38,25 +36,11 @@ CHANGES = {
 UNDISTURBED = ("chaos.kill=[]", "chaos.run=[]", "chaos.fault=[]")
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Any]:
-    """Makes a `Job` of some overrides; whatever it left is ended with the test."""
-    made: list[Job] = []
-
-    def make(*overrides: str) -> Job:
-        made.append(Job(tmp_path, "mesh.replicas=1", f"steps={STEPS}", *overrides))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.end()
-
-
 @pytest.mark.grid
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_job_goes_on_with_another_mesh(change: str, job: Any, tmp_path: Path) -> None:
+def test_the_job_goes_on_with_another_mesh(change: str, make_job: Any, tmp_path: Path) -> None:
     model, before, after = CHANGES[change]
-    run = job(*model, *before)
+    run = make_job("mesh.replicas=1", f"steps={STEPS}", *model, *before)
     run.overrides += kills_driver(run, 15)  # soon after the checkpoint of step 10
     plain = run.run(*after, f"output.root={tmp_path / 'plain'}", *UNDISTURBED)
     assert plain.code == 0, run.why(plain)

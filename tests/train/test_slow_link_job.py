@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helixrt.record import Kind, read_events
-from tests.train.jobs import Job
+from tests.train.jobs import losses
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,38 +20,30 @@ LINK = f"chaos.link=[{{from: 0, to: 1, delay_ms: {DELAY_MS}, steps: [{FIRST}, {E
 ALONE = ("mesh.replicas=1", "mesh.pp=2", f"steps={STEPS}", "checkpoint.every=0")
 
 
-def losses(folder: Path) -> list[float]:
-    (metrics,) = folder.glob("[0-9]*/[0-9]*/metrics.jsonl")
-    entries = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return [e["loss_nats"] for e in entries if e.get("participants")]
-
-
 def transit_s(folder: Path, label: str) -> dict[int, list[float]]:
     """By the sender's step of what `label` got: how long each message took, on this one host."""
     found: dict[int, list[float]] = defaultdict(list)
-    (flight,) = folder.glob(f"[0-9]*/[0-9]*/flight/{label}.inc0.detail.jsonl")
-    for event in read_events(flight):
+    for event in read_events(folder / "flight" / f"{label}.inc0.detail.jsonl"):
         if event.kind is Kind.RECV and event.detail["tag"].endswith((".F", ".B")):
             found[event.step].append(event.detail["arrived_s"] - event.detail["sent_s"])
     return found
 
 
-def test_a_slow_link_and_every_kind_of_channel_give_the_same_numbers(tmp_path: Path) -> None:
+def test_a_slow_link_and_every_kind_of_channel_give_the_same_numbers(make_job: Any) -> None:
     ways = {
         "gloo": ("pipeline.channels=gloo",),
         "delegated": (LINK,),
         "direct": (LINK, "pipeline.direct=2", "pipeline.queues=1"),
         "zero-bubble": (LINK, "schedule.name=zb", "schedule.graphs=never"),
     }
-    found: dict[str, list[float]] = {}
+    found: dict[str, dict[int, float]] = {}
     for name, settings in ways.items():
-        (tmp_path / name).mkdir()
-        job = Job(tmp_path / name, *ALONE, *settings)
-        ended = job.run()
+        run = make_job(*ALONE, *settings)
+        ended = run.run()
         assert ended.code == 0, ended.err
-        found[name] = losses(tmp_path / name / "out")
+        found[name] = losses(run.root)
         if LINK in settings:
-            towards, back = transit_s(tmp_path / name / "out", "r0.pp1"), transit_s(tmp_path / name / "out", "r0.pp0")
+            towards, back = transit_s(run.folder, "r0.pp1"), transit_s(run.folder, "r0.pp0")
             slow = [s for step in range(FIRST, END) for s in towards[step]]
             other = [min(per) for times in (towards, back) for step, per in times.items() if step not in range(FIRST, END)]
             assert slow and min(slow) >= DELAY_MS / 1e3, name

@@ -10,18 +10,27 @@ import pytest
 import torch
 from torch import nn
 
-from helixrt.bench._job_engine import pipeline_engine
-from helixrt.engines.pipeline import PipelineEngine
 from helixrt.errors import ConfigError
 from helixrt.parallel.group import Group
-from helixrt.record import FlightRecord
-from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
+from helixrt.train.config import ModelConfig, ScheduleConfig
 from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.moe import MixtureOfExperts
 from helixrt.train.models.parallel import ALONE, ParallelGroups, reduce_gradients
 from helixrt.train.models.uneven_experts import compute_all
-from tests.train.model_ranks import GPT, LLAMA, SEQ, batch, close, gradients, on_ranks, on_two_ranks, put_together
+from tests.train.model_ranks import (
+    GPT,
+    LLAMA,
+    SEQ,
+    batch,
+    check_engine,
+    close,
+    engine_of,
+    gradients,
+    on_ranks,
+    on_two_ranks,
+    put_together,
+)
 
 EXPERTS = 6  # of which the last two are never chosen
 UNLIMITED = {"experts": EXPERTS, "moe_every": 2, "capacity": 0.0, "auxiliary": 0.5}
@@ -162,40 +171,16 @@ def test_tensor_parallel_ranks_share_every_expert(run_stages: Any) -> None:
     same(put_together([gradients(m) for m in modules], modules[0], "tp"), grads)
 
 
-def stage(model: ModelConfig, policy: str, graphs: str, which: int = 0, stages: int = 1, group: Any = None) -> PipelineEngine:
-    tokens = torch.cat((batch(3), batch(4)))
-    return pipeline_engine(
-        model,
-        OptimConfig(bucket_bytes=4096),
-        ScheduleConfig(policy, 4, graphs),
-        batch=len(tokens),
-        seq_len=SEQ,
-        steps=10,
-        seed=5,
-        stage=which,
-        stages=stages,
-        group=group,
-        batch_at=lambda position: tokens,
-        validation=lambda index: tokens,
-        record=FlightRecord(f"pp{which}"),
-        dtype=torch.float64,
-    )
-
-
 @pytest.mark.parametrize("policy", ["1f1b", "zb-h1"])
 def test_a_pipeline_runs_them_by_autograd(run_stages: Any, policy: str) -> None:
     """The gradients of a plain loop over micro-batches."""
     model = replace(GPT, **UNLIMITED)
     whole = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, auxiliary_scale=1 / 4)
-    expected, grads = trained(whole, torch.cat((batch(3), batch(4))).chunk(4))
+    tokens = torch.cat((batch(3), batch(4)))
+    expected, grads = trained(whole, tokens.chunk(4))
 
     def body(which: int, group: Any) -> None:
-        engine = stage(model, policy, "never", which, 2, group)
-        assert engine.run(1, lambda bucket: None).loss == pytest.approx(expected, rel=1e-13)
-        for slot, (name, _) in zip(engine._buckets.slots, engine._buckets.named, strict=True):
-            difference = (slot.view(engine.buckets) - grads[name]).abs().max()
-            assert difference <= 1e-11 * grads[name].abs().max(), name
-        engine.close()
+        check_engine(engine_of(model, ScheduleConfig(policy, 4, "never"), tokens, which, 2, group), expected, grads)
 
     run_stages(2, body)
 
@@ -203,8 +188,8 @@ def test_a_pipeline_runs_them_by_autograd(run_stages: Any, policy: str) -> None:
 def test_no_graph_has_them() -> None:
     model = replace(GPT, **UNLIMITED)
     with pytest.raises(ConfigError, match=r"^schedule.graphs=always: experts without a limit .*model.capacity=0") as always:
-        stage(model, "1f1b", "always")
+        engine_of(model, ScheduleConfig("1f1b", 4, "always"), batch())
     with pytest.raises(ConfigError, match=r"^schedule.graphs=auto: .*uneven_experts.py:\d+: cannot be captured: ") as auto:
-        stage(model, "zb-h1", "auto")
+        engine_of(model, ScheduleConfig("zb-h1", 4, "auto"), batch())
     assert "capacity" in str(auto.value) and str(auto.value).endswith("schedule.graphs=never runs whole backwards by autograd")
     assert not any("\n" in str(caught.value) for caught in (always, auto))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 from helixrt.lab.net import Network
+from tests.transport.told import Told
 
 pytestmark = pytest.mark.netns
 
@@ -20,27 +19,17 @@ FAST_MBIT, SLOW_MBIT = 200.0, 20.0
 UNLOADED = {"rate_bytes_per_s": 23e6, "latency_s": 2e-3}
 
 
-class Host:
+class Host(Told):
     """A program of `helixrt bench hopping`, which needs no torch."""
 
     def __init__(self, net: Network, number: int) -> None:
-        argv = [sys.executable, "-P", "-m", "helixrt.bench._hopping_rank"]
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self.process = net.run(number, argv, **pipes, text=True)
+        super().__init__(net, number, "-P", "-m", "helixrt.bench._hopping_rank")
 
-    def tell(self, do: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.process.stdin.flush()
+    def do(self, what: str, **arguments: Any) -> None:
+        self.tell(json.dumps({"do": what, **arguments}))
 
-    def hear(self) -> Any:
-        assert self.process.stdout is not None and self.process.stderr is not None
-        line = self.process.stdout.readline()
-        assert line, self.process.stderr.read()
-        return json.loads(line)
-
-    def ask(self, do: str, **arguments: Any) -> Any:
-        self.tell(do, **arguments)
+    def ask(self, what: str, **arguments: Any) -> Any:
+        self.do(what, **arguments)
         return self.hear()
 
 
@@ -52,7 +41,7 @@ def net() -> Iterator[Network]:
 
 def flow(sender: Host, receiver: Host, op: int, count: int) -> dict[str, Any]:
     receiver.ask("receive", op=op, chunk=CHUNK, chunks={"0": count})
-    receiver.tell("arrived", count=count)
+    receiver.do("arrived", count=count)
     said = sender.ask("send", to=1, op=op, chunk=CHUNK, count=count, at_s=time.monotonic())
     assert receiver.hear() == count
     return said
@@ -63,7 +52,7 @@ def test_a_path_that_becomes_slow_is_left_and_the_record_tells(net: Network) -> 
     hopping = {"policy": "hopper", "message_bytes": CHUNK, "depth_bytes": 2 * CHUNK, "unloaded": UNLOADED}
     addresses = [host.ask("open", side="helix", rails=2, hopping=hopping) for host in hosts]
     for me, host in enumerate(hosts):
-        host.tell("connect", side="helix", generation=1, me=me, peers={1 - me: addresses[1 - me]})
+        host.do("connect", side="helix", generation=1, me=me, peers={1 - me: addresses[1 - me]})
     for host in hosts:
         host.hear()
     flow(*hosts, 1, 4)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from helixrt.lab.net import Cut, Network
+from tests.transport.told import Told
 
 pytestmark = pytest.mark.netns
 
@@ -20,22 +19,9 @@ RANK = Path(__file__).with_name("rails_rank.py")
 MESSAGES, SIZE = 120, 500_000  # 60 MB each way
 
 
-class Rank:
+class Rank(Told):
     def __init__(self, net: Network, host: int) -> None:
-        self.process = net.run(
-            host, [sys.executable, str(RANK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None and self.process.stderr is not None
-        line = self.process.stdout.readline()
-        assert line, self.process.stderr.read()
-        return json.loads(line)
+        super().__init__(net, host, str(RANK))
 
     def hear_until(self, key: str, least: int = 0) -> Any:
         while not (said := self.hear()).get(key) or (least and said[key] < least):

@@ -345,21 +345,6 @@ def test_an_atomic_operation_in_flight_raises_and_is_never_repeated(
 # ---------------------------------------------------------------- no rail left
 
 
-def test_with_every_nic_silent_and_no_tcp_the_link_ends_with_a_cause_at_both_ends(nic_pairs: list[NicPair]) -> None:
-    world = open_world(tcp_fallback=False, period_s=2.0)
-    try:
-        stream = Stream(world, random.Random(1), 60)
-        stream.until(lambda: stream.came >= 20)
-        for pair in nic_pairs:
-            pair.blackhole()
-        world.run(lambda: stream.go_on() or bool(world.ended(0)) and bool(world.ended(1)), LIMIT_S)
-        for rank in (0, 1):
-            (ended,) = world.ended(rank)
-            assert ended.cause.what
-    finally:
-        world.close()
-
-
 def test_a_rank_whose_own_ports_are_all_down_says_so_and_its_peer_does_not(nic_pairs: list[NicPair]) -> None:
     """One of two is no failure. The peer's ports have no carrier then, which no restart of the peer would help."""
     world = open_world(tcp_fallback=False, period_s=2.0)
