@@ -29,6 +29,7 @@ from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.evaluating import evaluating
 from helixrt.engines.exchange_book import ExchangeBook, check_weight
 from helixrt.engines.flat_gradients import FlatGradients
+from helixrt.engines.graph_leaves import check_leaves, described, gradients_outside, is_looked_at
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
 from helixrt.engines.portions import portions_of
@@ -95,6 +96,7 @@ class ModuleEngine(Engine):
         if tensor is not None:
             check_tensor(registered, tensor, group is not None)
         self._parameters = [parameter for _, parameter in trained]
+        self._known = [parameter for _, parameter in registered.parameters()]
         self._device = self._parameters[0].device
         self._compute_dtype = torch.float32 if group is not None else compute_dtype  # FSDP2 has its own mixed precision
         self._marks = marks or marks_for({parameter.device for parameter in self._parameters})
@@ -107,10 +109,13 @@ class ModuleEngine(Engine):
         self._state = ReplicatedState(registered, self._buffers)
         self._state.read()  # what cannot be stored is found before the first step
         self._unchanged = Unchanged(registered, self._buffers.constant)
-        self._guard = StepGuard(registered.optimizers, [parameter for _, parameter in registered.parameters()])
+        self._guard = StepGuard(registered.optimizers, self._known)
         self._update: UpdateFunction | None = None
         self._update_checked = False
         self._watched = 0  # updates
+        self._backwards = self._own_backwards = 0  # of losses that were given, and that the user called
+        self._outside: dict[int, tuple[torch.nn.Parameter, int]] | None = None  # with a gradient, before the first own one
+        self._used = False  # a batch has given a registered parameter a gradient
         self._autocast = ForwardAutocast(self._device, self._compute_dtype)
         self._on_bucket: Callable[[int], None] = lambda bucket: None
         self._failed = False  # an update has failed in its middle
@@ -179,6 +184,7 @@ class ModuleEngine(Engine):
         """
         check_loss(loss)
         check_weight(weight)
+        self._check_leaves(loss)
         self._gradients.before_backward(last)
         self.adding = True
         self._book.add(loss, weight)
@@ -192,10 +198,25 @@ class ModuleEngine(Engine):
         if self._compute_dtype is not torch.float32:
             torch.clear_autocast_cache()  # the next micro-batch casts parameters again, as a loop with one context each does
 
+    def _check_leaves(self, loss: torch.Tensor) -> None:
+        """Raises MisuseError for a parameter that is trained and not registered."""
+        self._backwards += 1
+        if not is_looked_at(self._backwards):
+            return
+        whole = () if self._sharded is None else self._sharded.whole()
+        if whole is not None:
+            try:
+                check_leaves(loss, [*self._known, *whole])
+            except MisuseError:
+                self._unchanged.check()  # one that took the place of a registered one has a message of its own
+                raise
+
     def expect_backward(self, *, last: bool = False) -> None:
         """One call of `loss.backward()` by the user follows; its gradients count 1 and its loss is not known. `last` as for
         `backward`."""
         self._gradients.before_backward(last, own=True)
+        if not self._own_backwards:
+            self._outside = gradients_outside(self._known)
 
     def own_backward_done(self) -> bool:
         """The call that was expected is over. False: it has reached no parameter, and is expected still."""
@@ -204,9 +225,20 @@ class ModuleEngine(Engine):
             return False
         self._gradients.after_backward()
         self._book.add(None, None)
+        self._own_backwards += 1
         if self._compute_dtype is not torch.float32:
             torch.clear_autocast_cache()
         return True
+
+    def trained_outside(self) -> str:
+        """After the first backward that the user called: a parameter that is not registered and has got a gradient since it was
+        expected, or ""."""
+        before, self._outside = self._outside, None
+        if before is None:
+            return ""
+        now = gradients_outside(self._known)
+        found = [parameter for key, (parameter, version) in now.items() if key not in before or before[key][1] != version]
+        return described(found[0]) if found else ""
 
     def check_no_backward(self) -> None:
         """Raises MisuseError for a backward that came after `end`, by name."""
@@ -220,12 +252,23 @@ class ModuleEngine(Engine):
         self._unchanged.check()  # before the book goes: without it nothing of this batch can be committed
         self._checked = True
         self._buffers.check()
-        self._book.fill(self._present())
+        present = self._present()
+        self._check_used(present)
+        self._book.fill(present)
         for index in reversed(range(len(self._book.tensors))):
             self._marks.wrote(self._mark(index), self._book.tensors[index].device)
             self._marks.handed_out(self._mark(index))
             self._on_bucket(index)
         return WorkResult(self._book.mean_loss, self._book.weight)
+
+    def _check_used(self, present: Sequence[bool]) -> None:
+        """Raises MisuseError if the first batch with a weight has used no registered parameter."""
+        self._used = self._used or any(present)
+        if not self._used and float(self._book.weight) > 0:
+            raise MisuseError(
+                "no registered parameter has a gradient after the first step: its loss was computed without the registered "
+                "modules (by a copy, or by one that was wrapped or rebuilt after session.register); train the registered ones"
+            )
 
     def _present(self) -> Sequence[bool]:
         """Which parameters this rank's backwards used. FSDP2 reduces zeros of the others, so all have a gradient then."""

@@ -340,7 +340,7 @@ class Session(RankPlace):
         in a replica; MisuseError for what is none of the four kinds, or has no or several loaders, and in the loop for each
         wrong order of calls.
         """
-        return prepare(self, things, until=until, accumulate=accumulate, clip_norm=clip_norm, buffers=buffers)
+        return prepare(self, things, until=until, accumulate=accumulate, clip_norm=clip_norm, buffers=buffers, say=self._say)
 
     def log(self, values: Mapping[str, Number]) -> None:
         """Record figures of the step that was committed last: numbers, or tensors with one element, which are read here. Of a
