@@ -208,7 +208,8 @@ class ModuleEngine(Engine):
             try:
                 check_leaves(loss, [*self._known, *whole])
             except MisuseError:
-                self._unchanged.check()  # one that took the place of a registered one has a message of its own
+                if self._sharded is None:  # else gathered parameters stand in the modules now
+                    self._unchanged.check()  # one that took the place of a registered one has a message of its own
                 raise
 
     def expect_backward(self, *, last: bool = False) -> None:

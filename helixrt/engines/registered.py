@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from helixrt.engines.optimizer_state import check_own_entries
 from helixrt.engines.state_tree import segment
 from helixrt.errors import MisuseError
 
@@ -95,6 +96,7 @@ class Registered:
                     if id(parameter) in held:
                         raise MisuseError(f"{known[id(parameter)]} is in optimizers {held[id(parameter)]} and {key}")
                     held[id(parameter)] = key
+            check_own_entries(optimizer, f"optimizer {key}")
         for key, scheduler in self.schedulers.items():
             if isinstance(scheduler, Optimizer) or not isinstance(scheduler, Stateful) or not hasattr(scheduler, "step"):
                 raise MisuseError(f"scheduler {key} is a {type(scheduler).__name__}, not a scheduler with step and state_dict")

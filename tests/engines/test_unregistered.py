@@ -1,4 +1,4 @@
-"""Parameters that a loop trains and has not registered are named in the first step; what is legal beside them is not refused."""
+"""Parameters that a loop trains and has not registered are named in the first step; what is legal is not refused."""
 
 from __future__ import annotations
 
