@@ -30,6 +30,7 @@ from helixrt.engines.evaluating import evaluating
 from helixrt.engines.exchange_book import ExchangeBook, check_weight
 from helixrt.engines.flat_gradients import FlatGradients
 from helixrt.engines.graph_leaves import check_leaves, described, gradients_outside, is_looked_at
+from helixrt.engines.hyperparameters import Hyperparameters
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
 from helixrt.engines.portions import portions_of
@@ -109,6 +110,7 @@ class ModuleEngine(Engine):
         self._state = ReplicatedState(registered, self._buffers)
         self._state.read()  # what cannot be stored is found before the first step
         self._unchanged = Unchanged(registered, self._buffers.constant)
+        self._hyperparameters = Hyperparameters(registered)
         self._guard = StepGuard(registered.optimizers, self._known)
         self._update: UpdateFunction | None = None
         self._update_checked = False
@@ -364,6 +366,11 @@ class ModuleEngine(Engine):
         self._gradients.drop()
         self._unchanged.record()
         self._failed = self._checked = False
+
+    def resumed(self) -> str:
+        text = self._hyperparameters.resumed()
+        self._unchanged.record()
+        return text
 
     def close(self) -> None:
         self._autocast.end()

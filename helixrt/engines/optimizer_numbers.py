@@ -1,5 +1,5 @@
-"""Finds numbers that an optimizer changes in its `step` and keeps outside its `state_dict`: a replica that fetches the state, and
-a resumed run, would not have them.
+"""Finds numbers that an optimizer changes in its `step` and keeps outside its `state_dict`: a replica that fetches the state,
+and a resumed run, would not have them.
 
 In: the registered optimizers, around each update. Out: a MisuseError that names the attribute. A number counts as kept if an
 entry of the optimizer's own `state_dict` (of a class that has one of its own) has had its value after each update looked at.
@@ -54,8 +54,8 @@ class OptimizerNumbers:
         if not self._kept[key, name]:
             kind = type(optimizer).__name__
             raise MisuseError(
-                f"optimizer {key}: its step() changed {kind}.{name} from {was} to {value}, which its state_dict() does not hold, "
-                "so replicas would differ after a restart; keep it in param_groups, or add it to state_dict() and take it back "
+                f"optimizer {key}: its step() changed {kind}.{name} from {was} to {value}, which state_dict() does not hold, so "
+                "replicas would differ after a restart; keep it in param_groups, or add it to state_dict() and take it back "
                 "in load_state_dict()"
             )
 

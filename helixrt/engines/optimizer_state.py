@@ -58,8 +58,8 @@ def own_entries(optimizer: Optimizer, what: str) -> dict[str, Any]:
     listed = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
     if not listed or [len(group.get("params", ())) for group in groups] != counts or not isinstance(state, Mapping):
         raise MisuseError(
-            f"{what}: state_dict() of {type(optimizer).__name__} has no 'state' and 'param_groups' as torch.optim.Optimizer has "
-            "them; take what that gives, and add other entries beside the two"
+            f"{what}: state_dict() of {type(optimizer).__name__} has no 'state' and 'param_groups' as torch.optim.Optimizer "
+            "has them; take what that gives, and add other entries beside the two"
         )
     if not state.keys() <= set(range(sum(counts))):
         raise MisuseError(
@@ -74,8 +74,8 @@ def check_own_entries(optimizer: Optimizer, what: str) -> None:
     own_entries(optimizer, what)
     if not has_own_state(optimizer) and (more := sorted(optimizer.state_dict().keys() - {"state", "param_groups"})):
         raise MisuseError(
-            f"{what}: a hook adds {more[0]!r} to state_dict() of {type(optimizer).__name__}, and replicas would lose it; add it "
-            "in state_dict() of a class of your own, and take it back in load_state_dict()"
+            f"{what}: a hook adds {more[0]!r} to state_dict() of {type(optimizer).__name__}, and replicas would lose it; add "
+            "it in state_dict() of a class of your own, and take it back in load_state_dict()"
         )
 
 

@@ -35,7 +35,8 @@ class Registered:
     """Names matter: state is stored under them. With one model its name is "" and parameters have the model's own names.
 
     `scaler`: a `torch.amp.GradScaler`; the engine scales losses with it. `extra`: other replicated state, such as an EMA.
-    `buffers`: modes of buffers that a forward may change, by name or pattern (see `engines.buffers`).
+    `buffers`: modes of buffers that a forward may change, by name or pattern (see `engines.buffers`). `hyperparameters`: whose
+    a resumed run uses, "checkpoint" or "script".
     """
 
     models: Mapping[str, nn.Module]
@@ -45,6 +46,7 @@ class Registered:
     extra: Mapping[str, Stateful] = field(default_factory=dict)
     clip_norm: float | None = None
     buffers: Mapping[str, str] = field(default_factory=dict)
+    hyperparameters: str = "checkpoint"
 
     @staticmethod
     def of(
@@ -56,11 +58,13 @@ class Registered:
         extra: Mapping[str, Stateful] | None = None,
         clip_norm: float | None = None,
         buffers: Mapping[str, str] | None = None,
+        hyperparameters: str = "checkpoint",
     ) -> Registered:
         """From one model or several by name, and optimizers and schedulers by name or numbered from 0."""
         models = dict(model) if isinstance(model, Mapping) else {"": model}
         optimizers, schedulers = _numbered(optimizers), _numbered(schedulers)
-        return Registered(models, optimizers, schedulers, scaler, dict(extra or {}), clip_norm, dict(buffers or {}))
+        others = dict(extra or {}), clip_norm, dict(buffers or {}), hyperparameters
+        return Registered(models, optimizers, schedulers, scaler, *others)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters in the models' order, each once, under its first name."""
@@ -106,6 +110,8 @@ class Registered:
         for key, thing in self.extra.items():
             if not isinstance(thing, Stateful):
                 raise MisuseError(f"{key} is a {type(thing).__name__} without state_dict and load_state_dict")
+        if self.hyperparameters not in ("checkpoint", "script"):
+            raise MisuseError(f"hyperparameters={self.hyperparameters!r}: must be 'checkpoint' or 'script'")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise MisuseError(f"clip_norm={self.clip_norm}: must be above 0, or None for no clipping")
 

@@ -29,11 +29,10 @@ def prepare(
     *,
     until: int,
     accumulate: int,
-    clip_norm: float | None,
-    buffers: Mapping[str, str] | None,
+    settings: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> tuple[Any, ...]:
-    """See `Session.prepare`."""
+    """See `Session.prepare`. `settings`: other arguments of `Session.register`."""
     for axis, size in asdict(session.settings.mesh).items():
         if size != 1:
             rule = "session.prepare takes models that are whole on each rank; call session.parallelize(model) before the "
@@ -57,8 +56,7 @@ def prepare(
         models[0] if len(models) == 1 else {str(number): model for number, model in enumerate(models)},
         optimizers,
         schedulers,
-        clip_norm=clip_norm,
-        buffers=buffers,
+        **settings,
     )
     loop = Loop(session, loader, optimizers, schedulers, until, accumulate, say)
     stand_ins: dict[str, Iterator[Any]] = {
