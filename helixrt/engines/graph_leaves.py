@@ -66,15 +66,12 @@ def described(parameter: torch.Tensor) -> str:
     return f"parameter {name} of a module {owner}"
 
 
-def gradients_outside(known: Collection[torch.Tensor]) -> dict[int, tuple[nn.Parameter, int]]:
-    """All parameters of modules that are none of the `known` and have a gradient, with the gradient's version, by id."""
+def with_gradient(known: Collection[torch.Tensor]) -> str:
+    """Of the parameters of all modules, one that has a gradient and is none of the `known`, as `described`; "" if none has."""
     registered = {id(parameter) for parameter in known}
-    return {
-        id(parameter): (parameter, parameter.grad._version)
-        for module in _modules()
-        for parameter in module._parameters.values()
-        if parameter is not None and id(parameter) not in registered and parameter.grad is not None
-    }
+    every = (parameter for module in _modules() for parameter in module._parameters.values() if parameter is not None)
+    found = next((each for each in every if id(each) not in registered and each.grad is not None), None)
+    return "" if found is None else described(found)
 
 
 def _modules() -> list[nn.Module]:

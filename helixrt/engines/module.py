@@ -29,7 +29,7 @@ from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.evaluating import evaluating
 from helixrt.engines.exchange_book import ExchangeBook, check_weight
 from helixrt.engines.flat_gradients import FlatGradients
-from helixrt.engines.graph_leaves import check_leaves, described, gradients_outside, is_looked_at
+from helixrt.engines.graph_leaves import check_leaves, is_looked_at, with_gradient
 from helixrt.engines.hyperparameters import Hyperparameters
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
@@ -115,8 +115,7 @@ class ModuleEngine(Engine):
         self._update: UpdateFunction | None = None
         self._update_checked = False
         self._watched = 0  # updates
-        self._backwards = self._own_backwards = 0  # of losses that were given, and that the user called
-        self._outside: dict[int, tuple[torch.nn.Parameter, int]] | None = None  # with a gradient, before the first own one
+        self._backwards = 0  # of losses that were given
         self._used = False  # a batch has given a registered parameter a gradient
         self._autocast = ForwardAutocast(self._device, self._compute_dtype)
         self._on_bucket: Callable[[int], None] = lambda bucket: None
@@ -218,8 +217,6 @@ class ModuleEngine(Engine):
         """One call of `loss.backward()` by the user follows; its gradients count 1 and its loss is not known. `last` as for
         `backward`."""
         self._gradients.before_backward(last, own=True)
-        if not self._own_backwards:
-            self._outside = gradients_outside(self._known)
 
     def own_backward_done(self) -> bool:
         """The call that was expected is over. False: it has reached no parameter, and is expected still."""
@@ -228,20 +225,13 @@ class ModuleEngine(Engine):
             return False
         self._gradients.after_backward()
         self._book.add(None, None)
-        self._own_backwards += 1
         if self._compute_dtype is not torch.float32:
             torch.clear_autocast_cache()
         return True
 
     def trained_outside(self) -> str:
-        """After the first backward that the user called: a parameter that is not registered and has got a gradient since it was
-        expected, or ""."""
-        before, self._outside = self._outside, None
-        if before is None:
-            return ""
-        now = gradients_outside(self._known)
-        found = [parameter for key, (parameter, version) in now.items() if key not in before or before[key][1] != version]
-        return described(found[0]) if found else ""
+        """A parameter that has a gradient and is not registered, or ""."""
+        return with_gradient(self._known)
 
     def check_no_backward(self) -> None:
         """Raises MisuseError for a backward that came after `end`, by name."""

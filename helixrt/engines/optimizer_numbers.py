@@ -54,8 +54,8 @@ class OptimizerNumbers:
         if not self._kept[key, name]:
             kind = type(optimizer).__name__
             raise MisuseError(
-                f"optimizer {key}: its step() changed {kind}.{name} from {was} to {value}, which state_dict() does not hold, so "
-                "replicas would differ after a restart; keep it in param_groups, or add it to state_dict() and take it back "
+                f"optimizer {key}: its step() changed {kind}.{name} from {was} to {value}, which state_dict() does not hold, "
+                "so replicas would differ after a restart; keep it in param_groups, or add it to state_dict() and take it back "
                 "in load_state_dict()"
             )
 

@@ -56,15 +56,11 @@ def own_entries(optimizer: Optimizer, what: str) -> dict[str, Any]:
     state, groups = saved.pop("state", None), saved.pop("param_groups", None)
     counts = [len(group["params"]) for group in optimizer.param_groups]
     listed = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
-    if not listed or [len(group.get("params", ())) for group in groups] != counts or not isinstance(state, Mapping):
+    numbered = isinstance(state, Mapping) and state.keys() <= set(range(sum(counts)))
+    if not listed or [len(group.get("params", ())) for group in groups] != counts or not numbered:
         raise MisuseError(
             f"{what}: state_dict() of {type(optimizer).__name__} has no 'state' and 'param_groups' as torch.optim.Optimizer "
             "has them; take what that gives, and add other entries beside the two"
-        )
-    if not state.keys() <= set(range(sum(counts))):
-        raise MisuseError(
-            f"{what}: 'state' of {type(optimizer).__name__}.state_dict() has the key {next(iter(state.keys()))!r}; keys are "
-            "numbers of parameters, and other entries stand beside 'state' and 'param_groups'"
         )
     return saved
 

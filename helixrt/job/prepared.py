@@ -112,7 +112,7 @@ class Loop:
         self._session, self._until, self._accumulate = session, until, accumulate
         self._say = say
         self._turn: _Turn | None = None  # while the user's code runs
-        self._began = self._running = self._left = False
+        self._began = self._running = self._left = self._settled = False
 
     # ---------------------------------------------------------------- the loader
 
@@ -209,7 +209,8 @@ class Loop:
         if not turn.backward_done:
             turn.step.own_backward_done()
             turn.backward_done = True
-            if outside := turn.step.trained_outside():
+            first, self._settled = not self._settled, True
+            if first and (outside := turn.step.trained_outside()):
                 self._say(
                     f"{outside} is not registered and has a gradient: this run does not exchange, update or save it. If it is "
                     "trained with the rest, give its module to session.prepare"

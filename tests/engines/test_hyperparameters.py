@@ -60,8 +60,8 @@ def test_those_of_the_checkpoint_are_used_and_both_values_are_told() -> None:
     text = script.resume(trained(lr=0.001, weight_decay=0.5))
     assert text == (
         "the checkpoint has other hyperparameters than the script: lr of group 0 of optimizer 0 is 0.001 there and 0.1 in "
-        "the script, betas of group 0 of optimizer 0 is (0.9, 0.999) there and (0.8, 0.99) in the script; the checkpoint's are used; "
-        "register(hyperparameters='script') takes the script's"
+        "the script, betas of group 0 of optimizer 0 is (0.9, 0.999) there and (0.8, 0.99) in the script; the checkpoint's are "
+        "used; register(hyperparameters='script') takes the script's"
     )
     assert script.group["lr"] == 0.001 and script.group["betas"] == (0.9, 0.999)
     script.step(4)
