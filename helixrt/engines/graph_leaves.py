@@ -66,12 +66,11 @@ def described(parameter: torch.Tensor) -> str:
     return f"parameter {name} of a module {owner}"
 
 
-def with_gradient(known: Collection[torch.Tensor]) -> str:
-    """Of the parameters of all modules, one that has a gradient and is none of the `known`, as `described`; "" if none has."""
+def with_gradient(known: Collection[torch.Tensor]) -> dict[int, nn.Parameter]:
+    """By id, the parameters of all modules that have a gradient and are none of the `known`."""
     registered = {id(parameter) for parameter in known}
-    every = (parameter for module in _modules() for parameter in module._parameters.values() if parameter is not None)
-    found = next((each for each in every if id(each) not in registered and each.grad is not None), None)
-    return "" if found is None else described(found)
+    every = [parameter for module in _modules() for parameter in module._parameters.values() if parameter is not None]
+    return {id(each): each for each in every if id(each) not in registered and each.grad is not None}
 
 
 def _modules() -> list[nn.Module]:

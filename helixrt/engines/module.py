@@ -29,7 +29,7 @@ from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.evaluating import evaluating
 from helixrt.engines.exchange_book import ExchangeBook, check_weight
 from helixrt.engines.flat_gradients import FlatGradients
-from helixrt.engines.graph_leaves import check_leaves, is_looked_at, with_gradient
+from helixrt.engines.graph_leaves import check_leaves, described, is_looked_at, with_gradient
 from helixrt.engines.hyperparameters import Hyperparameters
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
@@ -116,6 +116,7 @@ class ModuleEngine(Engine):
         self._update_checked = False
         self._watched = 0  # updates
         self._backwards = 0  # of losses that were given
+        self._outside: dict[int, torch.nn.Parameter] | None = None  # had a gradient before the user's own first backward
         self._used = False  # a batch has given a registered parameter a gradient
         self._autocast = ForwardAutocast(self._device, self._compute_dtype)
         self._on_bucket: Callable[[int], None] = lambda bucket: None
@@ -217,6 +218,8 @@ class ModuleEngine(Engine):
         """One call of `loss.backward()` by the user follows; its gradients count 1 and its loss is not known. `last` as for
         `backward`."""
         self._gradients.before_backward(last, own=True)
+        if self._outside is None:
+            self._outside = with_gradient(self._known)
 
     def own_backward_done(self) -> bool:
         """The call that was expected is over. False: it has reached no parameter, and is expected still."""
@@ -230,8 +233,10 @@ class ModuleEngine(Engine):
         return True
 
     def trained_outside(self) -> str:
-        """A parameter that has a gradient and is not registered, or ""."""
-        return with_gradient(self._known)
+        """A parameter that is not registered and has got a gradient since the first `expect_backward`, or ""."""
+        before, self._outside = self._outside or {}, {}
+        found = [parameter for key, parameter in with_gradient(self._known).items() if key not in before]
+        return described(found[0]) if found else ""
 
     def check_no_backward(self) -> None:
         """Raises MisuseError for a backward that came after `end`, by name."""
