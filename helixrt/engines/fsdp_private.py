@@ -75,3 +75,12 @@ def _post_backward(group: Any, used: Callable[[torch.Tensor], None]) -> Callable
 def reduces(module: Any) -> bool:
     """Whether this `FSDPModule` reduces its gradients in each backward, as far as it is known."""
     return all(group.reduce_grads for group in _groups(module) or ())
+
+
+def gathered(module: Any) -> list[torch.Tensor] | None:
+    """What stands for the parameters of this `FSDPModule` in a forward; None where it is not known."""
+    groups = _groups(module)
+    if groups is None:
+        return None
+    found = [getattr(parameter, "_unsharded_param", None) for group in groups for parameter in group.fsdp_params]
+    return [parameter for parameter in found if parameter is not None]

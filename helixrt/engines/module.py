@@ -29,6 +29,8 @@ from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.evaluating import evaluating
 from helixrt.engines.exchange_book import ExchangeBook, check_weight
 from helixrt.engines.flat_gradients import FlatGradients
+from helixrt.engines.graph_leaves import check_leaves, described, is_looked_at, with_gradient
+from helixrt.engines.hyperparameters import Hyperparameters
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
 from helixrt.engines.portions import portions_of
@@ -95,6 +97,7 @@ class ModuleEngine(Engine):
         if tensor is not None:
             check_tensor(registered, tensor, group is not None)
         self._parameters = [parameter for _, parameter in trained]
+        self._known = [parameter for _, parameter in registered.parameters()]
         self._device = self._parameters[0].device
         self._compute_dtype = torch.float32 if group is not None else compute_dtype  # FSDP2 has its own mixed precision
         self._marks = marks or marks_for({parameter.device for parameter in self._parameters})
@@ -107,10 +110,14 @@ class ModuleEngine(Engine):
         self._state = ReplicatedState(registered, self._buffers)
         self._state.read()  # what cannot be stored is found before the first step
         self._unchanged = Unchanged(registered, self._buffers.constant)
-        self._guard = StepGuard(registered.optimizers, [parameter for _, parameter in registered.parameters()])
+        self._hyperparameters = Hyperparameters(registered)
+        self._guard = StepGuard(registered.optimizers, self._known)
         self._update: UpdateFunction | None = None
         self._update_checked = False
         self._watched = 0  # updates
+        self._backwards = 0  # of losses that were given
+        self._outside: dict[int, torch.nn.Parameter] | None = None  # had a gradient before the user's own first backward
+        self._used = False  # a batch has given a registered parameter a gradient
         self._autocast = ForwardAutocast(self._device, self._compute_dtype)
         self._on_bucket: Callable[[int], None] = lambda bucket: None
         self._failed = False  # an update has failed in its middle
@@ -179,6 +186,7 @@ class ModuleEngine(Engine):
         """
         check_loss(loss)
         check_weight(weight)
+        self._check_leaves(loss)
         self._gradients.before_backward(last)
         self.adding = True
         self._book.add(loss, weight)
@@ -192,10 +200,26 @@ class ModuleEngine(Engine):
         if self._compute_dtype is not torch.float32:
             torch.clear_autocast_cache()  # the next micro-batch casts parameters again, as a loop with one context each does
 
+    def _check_leaves(self, loss: torch.Tensor) -> None:
+        """Raises MisuseError for a parameter that is trained and not registered."""
+        self._backwards += 1
+        if not is_looked_at(self._backwards):
+            return
+        whole = () if self._sharded is None else self._sharded.whole()
+        if whole is not None:
+            try:
+                check_leaves(loss, [*self._known, *whole])
+            except MisuseError:
+                if self._sharded is None:  # else gathered parameters stand in the modules now
+                    self._unchanged.check()  # one that took the place of a registered one has a message of its own
+                raise
+
     def expect_backward(self, *, last: bool = False) -> None:
         """One call of `loss.backward()` by the user follows; its gradients count 1 and its loss is not known. `last` as for
         `backward`."""
         self._gradients.before_backward(last, own=True)
+        if self._outside is None:
+            self._outside = with_gradient(self._known)
 
     def own_backward_done(self) -> bool:
         """The call that was expected is over. False: it has reached no parameter, and is expected still."""
@@ -207,6 +231,12 @@ class ModuleEngine(Engine):
         if self._compute_dtype is not torch.float32:
             torch.clear_autocast_cache()
         return True
+
+    def trained_outside(self) -> str:
+        """A parameter that is not registered and has got a gradient since the first `expect_backward`, or ""."""
+        before, self._outside = self._outside or {}, {}
+        found = [parameter for key, parameter in with_gradient(self._known).items() if key not in before]
+        return described(found[0]) if found else ""
 
     def check_no_backward(self) -> None:
         """Raises MisuseError for a backward that came after `end`, by name."""
@@ -220,12 +250,23 @@ class ModuleEngine(Engine):
         self._unchanged.check()  # before the book goes: without it nothing of this batch can be committed
         self._checked = True
         self._buffers.check()
-        self._book.fill(self._present())
+        present = self._present()
+        self._check_used(present)
+        self._book.fill(present)
         for index in reversed(range(len(self._book.tensors))):
             self._marks.wrote(self._mark(index), self._book.tensors[index].device)
             self._marks.handed_out(self._mark(index))
             self._on_bucket(index)
         return WorkResult(self._book.mean_loss, self._book.weight)
+
+    def _check_used(self, present: Sequence[bool]) -> None:
+        """Raises MisuseError if the first batch with a weight has used no registered parameter."""
+        self._used = self._used or any(present)
+        if not self._used and float(self._book.weight) > 0:
+            raise MisuseError(
+                "no registered parameter has a gradient after the first step: its loss was computed without the registered "
+                "modules (by a copy, or by one that was wrapped or rebuilt after session.register); train the registered ones"
+            )
 
     def _present(self) -> Sequence[bool]:
         """Which parameters this rank's backwards used. FSDP2 reduces zeros of the others, so all have a gradient then."""
@@ -320,6 +361,11 @@ class ModuleEngine(Engine):
         self._gradients.drop()
         self._unchanged.record()
         self._failed = self._checked = False
+
+    def resumed(self) -> str:
+        text = self._hyperparameters.resumed()
+        self._unchanged.record()
+        return text
 
     def close(self) -> None:
         self._autocast.end()

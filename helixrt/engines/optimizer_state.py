@@ -1,6 +1,7 @@
 """The state of `torch.optim` optimizers by parameter name, and back into optimizers that have none yet.
 
-In: an optimizer, and its parameters' names. Out: a nested value for `state_tree`: `state/PARAMETER/…` and `group/NUMBER/…`.
+In: an optimizer, and its parameters' names. Out: a nested value for `state_tree`: `state/PARAMETER/…`, `group/NUMBER/…`, and in
+`more/…` what its own `state_dict()` has beside these two, which goes back through its own `load_state_dict`.
 Loading builds what is missing from tensors and scalars and never steps: a step would change later trajectories of AdamW,
 Adafactor and SGD with dampening. The device of a new tensor follows the rule of `Optimizer.load_state_dict`: on the
 parameter's device, but for the counter `step`, which is on the CPU unless the group is fused or capturable.
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from helixrt.engines.state_tree import placed
 from helixrt.errors import Fatal, MisuseError
 
 Names = Mapping[torch.Tensor, str]
@@ -35,7 +37,42 @@ def read_optimizer(optimizer: Optimizer, names: Names, what: str) -> dict[str, A
         | {"params": {names[parameter]: place for place, parameter in enumerate(group["params"])}}
         for number, group in enumerate(optimizer.param_groups)
     }
-    return {"state": state, "group": groups}
+    more = own_entries(optimizer, what)
+    return {"state": state, "group": groups} | ({"more": more} if more else {})
+
+
+def has_own_state(optimizer: Optimizer) -> bool:
+    """Whether the optimizer saves or loads its state in a way of its own."""
+    saves, loads = getattr(optimizer.state_dict, "__func__", None), getattr(optimizer.load_state_dict, "__func__", None)
+    return saves is not Optimizer.state_dict or loads is not Optimizer.load_state_dict
+
+
+def own_entries(optimizer: Optimizer, what: str) -> dict[str, Any]:
+    """What the optimizer's own `state_dict()` has beside "state" and "param_groups". Raises MisuseError if these are not those
+    of `torch.optim`: checkpoints and replicas know parameters by name."""
+    if not has_own_state(optimizer):
+        return {}
+    saved = dict(optimizer.state_dict())
+    state, groups = saved.pop("state", None), saved.pop("param_groups", None)
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    listed = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+    numbered = isinstance(state, Mapping) and state.keys() <= set(range(sum(counts)))
+    if not listed or [len(group.get("params", ())) for group in groups] != counts or not numbered:
+        raise MisuseError(
+            f"{what}: state_dict() of {type(optimizer).__name__} has no 'state' and 'param_groups' as torch.optim.Optimizer "
+            "has them; take what that gives, and add other entries beside the two"
+        )
+    return saved
+
+
+def check_own_entries(optimizer: Optimizer, what: str) -> None:
+    """Raises MisuseError for a `state_dict` that this module cannot read, or that a hook adds entries to."""
+    own_entries(optimizer, what)
+    if not has_own_state(optimizer) and (more := sorted(optimizer.state_dict().keys() - {"state", "param_groups"})):
+        raise MisuseError(
+            f"{what}: a hook adds {more[0]!r} to state_dict() of {type(optimizer).__name__}, and replicas would lose it; add "
+            "it in state_dict() of a class of your own, and take it back in load_state_dict()"
+        )
 
 
 def check_optimizer(optimizer: Optimizer, names: Names, tree: Mapping[str, Any] | None, what: str) -> None:
@@ -50,11 +87,25 @@ def check_optimizer(optimizer: Optimizer, names: Names, tree: Mapping[str, Any] 
     mine = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
     if unknown := sorted((tree or {}).get("state", {}).keys() - mine):
         raise Fatal(f"the state to load has state of {unknown[0]} for {what}, which does not hold that parameter")
+    there, own = (tree or {}).get("more", {}), own_entries(optimizer, what)
+    if lacking := [key for key in own if key not in there]:
+        raise Fatal(f"the state to load lacks {lacking[0]!r} of {what}, which its state_dict() has")
+    if there and not has_own_state(optimizer):
+        raise Fatal(f"the state to load has {next(iter(there))!r} of {what}, which {type(optimizer).__name__} does not take")
 
 
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, names: Names, tree: Mapping[str, Any]) -> None:
     """Make the optimizer's state and groups those of the nested state; tensors are copied. `check_optimizer` comes first."""
+    _load_parts(optimizer, names, tree)
+    if has_own_state(optimizer):
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict({**saved, **placed(tree.get("more", {}), saved)})
+        _load_parts(optimizer, names, tree)  # `load_state_dict` converts state to the parameters' types
+
+
+def _load_parts(optimizer: Optimizer, names: Names, tree: Mapping[str, Any]) -> None:
+    """The state of parameters, and their groups."""
     for number, group in enumerate(optimizer.param_groups):
         loaded = tree["group"][str(number)]
         for key in [key for key in group if key != "params" and key not in loaded]:

@@ -19,6 +19,7 @@ import torch
 from helixrt.engines.autocast import outside_autocast
 from helixrt.engines.buffers import Buffers
 from helixrt.engines.evaluating import evaluating, evaluation_mode
+from helixrt.engines.hyperparameters import Hyperparameters
 from helixrt.engines.pipeline_parts import (
     BUFFERS_RULE,
     Batch,
@@ -117,6 +118,7 @@ class PipelineEngine(BatchEngine):
         if self._shards > 1:
             self._sharded = ShardedStage(self.registered, parts.mesh.inner("dp_shard"), layouts)
         self._unchanged = Unchanged(self.registered, self._constants.constant)
+        self._hyperparameters = Hyperparameters(self.registered)
         self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
         last, modules = schedule.chunks - 1, self.modules.items()
         self._chunks = {n: StageChunk(module, parts.loss if n == last else None, first=n == 0) for n, module in modules}
@@ -373,6 +375,11 @@ class PipelineEngine(BatchEngine):
         self._state.load(state)
         self._unchanged.record()
         self._copies_checked, self._loaded = False, True
+
+    def resumed(self) -> str:
+        text = self._hyperparameters.resumed()
+        self._unchanged.record()
+        return text
 
     def evaluate(self, batches: int) -> tuple[float, int]:
         found = self.batches

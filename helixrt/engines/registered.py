@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from helixrt.engines.optimizer_state import check_own_entries
 from helixrt.engines.state_tree import segment
 from helixrt.errors import MisuseError
 
@@ -34,7 +35,8 @@ class Registered:
     """Names matter: state is stored under them. With one model its name is "" and parameters have the model's own names.
 
     `scaler`: a `torch.amp.GradScaler`; the engine scales losses with it. `extra`: other replicated state, such as an EMA.
-    `buffers`: modes of buffers that a forward may change, by name or pattern (see `engines.buffers`).
+    `buffers`: modes of buffers that a forward may change, by name or pattern (see `engines.buffers`). `hyperparameters`: whose
+    a resumed run uses, "checkpoint" or "script".
     """
 
     models: Mapping[str, nn.Module]
@@ -44,6 +46,7 @@ class Registered:
     extra: Mapping[str, Stateful] = field(default_factory=dict)
     clip_norm: float | None = None
     buffers: Mapping[str, str] = field(default_factory=dict)
+    hyperparameters: str = "checkpoint"
 
     @staticmethod
     def of(
@@ -55,11 +58,13 @@ class Registered:
         extra: Mapping[str, Stateful] | None = None,
         clip_norm: float | None = None,
         buffers: Mapping[str, str] | None = None,
+        hyperparameters: str = "checkpoint",
     ) -> Registered:
         """From one model or several by name, and optimizers and schedulers by name or numbered from 0."""
         models = dict(model) if isinstance(model, Mapping) else {"": model}
         optimizers, schedulers = _numbered(optimizers), _numbered(schedulers)
-        return Registered(models, optimizers, schedulers, scaler, dict(extra or {}), clip_norm, dict(buffers or {}))
+        others = dict(extra or {}), clip_norm, dict(buffers or {}), hyperparameters
+        return Registered(models, optimizers, schedulers, scaler, *others)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters in the models' order, each once, under its first name."""
@@ -95,6 +100,7 @@ class Registered:
                     if id(parameter) in held:
                         raise MisuseError(f"{known[id(parameter)]} is in optimizers {held[id(parameter)]} and {key}")
                     held[id(parameter)] = key
+            check_own_entries(optimizer, f"optimizer {key}")
         for key, scheduler in self.schedulers.items():
             if isinstance(scheduler, Optimizer) or not isinstance(scheduler, Stateful) or not hasattr(scheduler, "step"):
                 raise MisuseError(f"scheduler {key} is a {type(scheduler).__name__}, not a scheduler with step and state_dict")
@@ -104,6 +110,8 @@ class Registered:
         for key, thing in self.extra.items():
             if not isinstance(thing, Stateful):
                 raise MisuseError(f"{key} is a {type(thing).__name__} without state_dict and load_state_dict")
+        if self.hyperparameters not in ("checkpoint", "script"):
+            raise MisuseError(f"hyperparameters={self.hyperparameters!r}: must be 'checkpoint' or 'script'")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise MisuseError(f"clip_norm={self.clip_norm}: must be above 0, or None for no clipping")
 

@@ -2,6 +2,7 @@
 
     parameter/NAME, running_buffer/NAME, buffer/NAME         tensors, from registration on
     optimizer/KEY/state/PARAMETER/…, optimizer/KEY/group/…   from the optimizer's first step on
+    optimizer/KEY/more/…                                     what else the optimizer's own state_dict() gives
     scheduler/KEY/…, scaler/…, extra/KEY/…                   what their state_dict() gives
     dtensor/PATH                                             full shape and placement of the DTensor PATH
 

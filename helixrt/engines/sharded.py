@@ -240,6 +240,13 @@ class ShardedModels:
         """Whether a backward of this rank gave the parameter a gradient since `begin`."""
         return id(parameter) in self._used
 
+    def whole(self) -> list[torch.Tensor] | None:
+        """The gathered parameters, which are what a loss depends on; None if they are not known."""
+        from helixrt.engines.fsdp_private import gathered
+
+        found = [gathered(module) for _, module in self._modules]
+        return None if None in found else [parameter for each in found for parameter in each or ()]
+
     def reshard(self) -> None:
         """Free gathered parameters (an evaluation leaves some): they would keep their values over an update."""
         for _, module in self._modules:

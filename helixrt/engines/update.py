@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.optimizer_numbers import OptimizerNumbers
 from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import local
 from helixrt.engines.tensor_gradients import TensorRanks
@@ -63,6 +64,7 @@ class StepGuard(AbstractContextManager[None]):
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers.values()}
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._factor: float | None = None  # of the running update
+        self._numbers = OptimizerNumbers(optimizers)
         self._rates: list[tuple[dict[str, Any], Any]] = []  # groups whose rate is scaled now, and the rate to put back
         self._handles = [_before_any_step(self)]
         self._handles += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers.values()]
@@ -70,11 +72,14 @@ class StepGuard(AbstractContextManager[None]):
     def update(self, factor: float) -> AbstractContextManager[None]:
         """Within this, registered optimizers may step, at `factor` times their rates."""
         self._factor = factor
+        self._numbers.begin()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._factor = None
         self._put_back()
+        if kind is None:
+            self._numbers.end()
 
     def close(self) -> None:
         for handle in self._handles:
@@ -83,6 +88,7 @@ class StepGuard(AbstractContextManager[None]):
 
     def before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         known = id(optimizer) in self._optimizers
+        self._numbers.stepped = self._numbers.stepped or known
         if known and self._factor == 1.0:
             return
         if not known and not any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):

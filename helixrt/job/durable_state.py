@@ -18,9 +18,12 @@ from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.replica.contracts import Engine, RunStore
 from helixrt.replica.run_keys import OfRank
 
+_HYPERPARAMETERS = "checkpoint/hyperparameters"  # in the store: which replica has told whose are used
+
 
 class DurableState:
-    """Of rank `rank` of a replica of this mesh, in the incarnation `life`. `read_log()` gives the run's log as it is now."""
+    """Of rank `rank` of a replica of this mesh, in the incarnation `life`. `read_log()` gives the run's log as it is now.
+    `resumes`: the life of the run, 0 for the first; `say` tells the user."""
 
     def __init__(
         self,
@@ -31,9 +34,12 @@ class DurableState:
         read_log: Callable[[], Log],
         store: RunStore,
         life: str,
+        resumes: int = 0,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._folder, self._rank, self._mesh, self._engine, self._read_log = folder, rank, mesh, engine, read_log
         self._store, self._life = store, life
+        self._resumes, self._say = resumes, say
 
     def newest(self, newer_than: int, chosen: Callable[[checkpoints.Checkpoint], None] = lambda checkpoint: None) -> str | None:
         """The lineage hash of the newest complete checkpoint of the chain with a higher step; with `newer_than` -1 that of
@@ -73,6 +79,9 @@ class DurableState:
             return False
         self._check_all_taken(lineage, loaded.left, folder)
         self._engine.load(loaded.state)
+        if record.life != self._resumes and (text := self._engine.resumed()):
+            if self._rank == 0 and self._store.put_if_absent(_HYPERPARAMETERS, self._life) == self._life:
+                self._say(text)
         return True
 
     def _read(self, folder: Place) -> checkpoints.Loaded | None:

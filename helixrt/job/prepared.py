@@ -7,7 +7,7 @@ raises a `MisuseError` that says what to call instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,10 @@ def prepare(
     *,
     until: int,
     accumulate: int,
-    clip_norm: float | None,
-    buffers: Mapping[str, str] | None,
+    settings: Mapping[str, Any],
+    say: Callable[[str], None],
 ) -> tuple[Any, ...]:
-    """See `Session.prepare`."""
+    """See `Session.prepare`. `settings`: other arguments of `Session.register`."""
     for axis, size in asdict(session.settings.mesh).items():
         if size != 1:
             rule = "session.prepare takes models that are whole on each rank; call session.parallelize(model) before the "
@@ -56,10 +56,9 @@ def prepare(
         models[0] if len(models) == 1 else {str(number): model for number, model in enumerate(models)},
         optimizers,
         schedulers,
-        clip_norm=clip_norm,
-        buffers=buffers,
+        **settings,
     )
-    loop = Loop(session, loader, optimizers, schedulers, until, accumulate)
+    loop = Loop(session, loader, optimizers, schedulers, until, accumulate, say)
     stand_ins: dict[str, Iterator[Any]] = {
         "model": iter(models),
         "optimizer": iter([PreparedOptimizer(loop, number) for number in range(len(optimizers))]),
@@ -107,11 +106,13 @@ class Loop:
         schedulers: Sequence[Any],
         until: int,
         accumulate: int,
+        say: Callable[[str], None],
     ) -> None:
         self.loader, self.optimizers, self.schedulers = loader, list(optimizers), list(schedulers)
         self._session, self._until, self._accumulate = session, until, accumulate
+        self._say = say
         self._turn: _Turn | None = None  # while the user's code runs
-        self._began = self._running = self._left = False
+        self._began = self._running = self._left = self._settled = False
 
     # ---------------------------------------------------------------- the loader
 
@@ -208,6 +209,12 @@ class Loop:
         if not turn.backward_done:
             turn.step.own_backward_done()
             turn.backward_done = True
+            first, self._settled = not self._settled, True
+            if first and (outside := turn.step.trained_outside()):
+                self._say(
+                    f"{outside} is not registered and has a gradient: this run does not exchange, update or save it. If it is "
+                    "trained with the rest, give its module to session.prepare"
+                )
 
     def _check_not_left(self) -> None:
         if self._left:

@@ -127,7 +127,8 @@ class RankRuntime:
             return RunLog(context.store).read()
 
         mesh = axes_of(context.config.mesh)
-        durable = DurableState(context.checkpoints, context.group_rank, mesh, job.engine, read_log, context.store, context.life)
+        place = (context.checkpoints, context.group_rank, mesh, job.engine)
+        durable = DurableState(*place, read_log, context.store, context.life, context.spec.life, self.say)
         checkpointer = self._make_checkpointer(job.steps)
         genesis = GenesisDigest(
             context.store,

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -162,6 +162,7 @@ class Session(RankPlace):
         extra: Mapping[str, Stateful] | None = None,
         buffers: Mapping[str, str] | None = None,
         per_replica: Mapping[str, Stateful] | None = None,
+        hyperparameters: Literal["checkpoint", "script"] = "checkpoint",
     ) -> None:
         """Register what is trained: all objects that the update changes. They are equal on all replicas, bit for bit.
 
@@ -174,8 +175,10 @@ class Session(RankPlace):
         modules are united as `RunOptions(buffers=)` says, small persistent integers by their maximum; others may not change.
         `per_replica`: objects with the same two methods that the loop changes, and not the update: each replica has its own. A
         step whose work was dropped begins again with the state that it had; a replica that starts again takes the newest
-        published state at or before its position. Call it once, after the models are on their device. Raises MisuseError for
-        what cannot be trained, by name.
+        published state at or before its position. `hyperparameters`: whose learning rates and other settings of optimizers and
+        schedulers a resumed run takes where they differ, which is told: those of its checkpoint, or of the script (a rate that
+        a scheduler has changed is scaled). A replica that joins a running run takes the run's. Call it once, after the
+        models are on their device. Raises MisuseError for what cannot be trained, by name.
         """
         if self._engine is not None:
             raise MisuseError("session.register was called twice; register everything in one call")
@@ -188,6 +191,7 @@ class Session(RankPlace):
             scaler=scaler,
             extra=extra,
             buffers=buffers,
+            hyperparameters=hyperparameters,
         )
         self._engine = self._placement.engine(registered, model)
         self._per_replica = {**(per_replica or {}), **self._engine.per_replica}
@@ -321,6 +325,7 @@ class Session(RankPlace):
         accumulate: int = 1,
         clip_norm: float | None = None,
         buffers: Mapping[str, str] | None = None,
+        hyperparameters: Literal["checkpoint", "script"] = "checkpoint",
     ) -> tuple[Any, ...]:
         """For an existing loop: registers the models, optimizers and schedulers among `things`, and gives them back
         in the same order, with stand-ins for the optimizers, the schedulers and the one loader:
@@ -333,14 +338,15 @@ class Session(RankPlace):
         (`committed` is False then). `optimizer.step()` after every `accumulate`-th backward is the exchange, the agreement and
         the update of all optimizers, which clips to `clip_norm` and steps the schedulers; before it, `step()` and `zero_grad()`
         do nothing. `scheduler.step()` only checks that it is called once for each `optimizer.step()`. Each backward counts 1:
-        mean losses are averaged over micro-batches and replicas, so do not divide them by `accumulate`. `buffers` as in
-        `register`.
+        mean losses are averaged over micro-batches and replicas, so do not divide them by `accumulate`. `buffers` and
+        `hyperparameters` as in `register`.
 
         Models are moved to this rank's device and keep their parameters. Raises ConfigError for a mesh with more than one rank
         in a replica; MisuseError for what is none of the four kinds, or has no or several loaders, and in the loop for each
         wrong order of calls.
         """
-        return prepare(self, things, until=until, accumulate=accumulate, clip_norm=clip_norm, buffers=buffers)
+        settings = {"clip_norm": clip_norm, "buffers": buffers, "hyperparameters": hyperparameters}
+        return prepare(self, things, until=until, accumulate=accumulate, settings=settings, say=self._say)
 
     def log(self, values: Mapping[str, Number]) -> None:
         """Record figures of the step that was committed last: numbers, or tensors with one element, which are read here. Of a

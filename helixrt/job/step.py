@@ -145,9 +145,13 @@ class Step(Generic[Batch]):
         if not self._module_engine().own_backward_done():
             raise MisuseError(
                 f"micro-batch {self._yielded} of step {self.number} had no backward that reached a parameter; call "
-                "loss.backward() once in each, before optimizer.step()"
+                "loss.backward() once in each, before optimizer.step(), on a loss of the models that session.prepare was given"
             )
         self._backwards += 1
+
+    def trained_outside(self) -> str:
+        """See `ModuleEngine.trained_outside`."""
+        return self._module_engine().trained_outside()
 
     def train(
         self,

@@ -128,6 +128,11 @@ class Engine(ABC):
     def load(self, state: State) -> None:
         """Take over a state that `state` of an equal rank gave. Everything must be there. Never steps an optimizer."""
 
+    def resumed(self) -> str:
+        """The state of a checkpoint of an earlier life of the run was loaded. A line for the user where the script asks for
+        other settings than those of the checkpoint, else ""."""
+        return ""
+
     def close(self) -> None:  # noqa: B027 an engine may have nothing to close
         """Give up threads and groups; idempotent."""
 

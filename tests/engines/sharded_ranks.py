@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,6 +259,13 @@ def what_cannot_be_trained_is_refused(group: InnerGroup) -> None:
     clipped.model.first.weight.grad.mul_(0.5)
     more = lambda: clipped.engine.backward(*clipped.loss(0, group.rank, 1), last=True)  # noqa: E731
     raises(MisuseError, "the gradient of first.weight was changed within the step", more)
+    for head in (nn.Linear(1, 1), shard_model(nn.Sequential(nn.Linear(1, 1)), group, torch.float32)):
+        body = shard_model(Model(), group, torch.float32)
+        partly = engine(body, group)
+        partly.begin(lambda bucket: None)
+        loss = head(body(torch.ones(2, INPUTS), 0)).sum()
+        raises(MisuseError, "the loss depends on .* is not registered", partial(partly.backward, loss, last=True))
+        partly.close()
 
 
 def engine_of_half_sharded(engine: Any, group: InnerGroup) -> ModuleEngine:

@@ -119,6 +119,40 @@ def test_plain_pytorch_goes_on_from_a_checkpoint_and_so_does_an_engine_that_has_
     assert all(torch.equal(p, e) for p, e in zip(third.parameters(), expected, strict=True))
 
 
+class Counted(torch.optim.SGD):
+    """Has a number and a tensor beside its state, which its own `state_dict` holds."""
+
+    own: tuple[int, torch.Tensor] = (0, torch.zeros(3))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.own[0], "norms": [self.own[1]]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own = state.pop("count"), state.pop("norms")[0]
+        super().load_state_dict(state)
+
+
+def test_what_an_optimizer_s_own_state_dict_holds_is_in_a_checkpoint_also_for_another_mesh(tmp_path: Path) -> None:
+    def registered() -> tuple[Counted, ModuleEngine]:
+        model = nn.Linear(3, 2)
+        optimizer = Counted(model.parameters(), lr=0.1)
+        return optimizer, ModuleEngine(Registered.of(model, [optimizer]))
+
+    optimizer, engine = registered()
+    optimizer.own = 7, torch.ones(3)
+    found = write(tmp_path / "checkpoints", {"pp": 1}, [RankPart.of(engine.state(), engine.portions())])
+    for mesh in ({"pp": 1}, {"pp": 2}):
+        other, other_engine = registered()
+        other_engine.load(checkpoints.load(found, 0, mesh, other_engine.state(), other_engine.portions()).state)
+        assert other.own[0] == 7 and torch.equal(other.own[1], torch.ones(3))
+        other_engine.close()
+    whole = tmp_path / "whole.pt"
+    dcp_to_torch_save(found.folder, whole)
+    stored = torch.load(whole, weights_only=True)["optimizer"]["0"]["more"]
+    assert stored["count"] == 7 and torch.equal(stored["norms"]["[0]"], torch.ones(3))
+    engine.close()
+
+
 # ---------------------------------------------------------------- other meshes
 
 WHOLE = {

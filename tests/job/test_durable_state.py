@@ -62,6 +62,20 @@ def damage(place: Place, record: CommitRecord, rank: int) -> None:
     file.write_bytes(before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :])
 
 
+def test_one_replica_tells_of_other_hyperparameters_and_in_a_resumed_run_alone(saved: Place) -> None:
+    """A replica that comes back to a checkpoint of the run's own life takes it as it is."""
+    for resumes, told in ((0, []), (1, ["other rates"])):
+        store, said = MemoryRunStore(), list[str]()
+        for number, life in ((0, "0/1"), (1, "0/1"), (0, "1/1"), (0, "0/2")):
+            engine: Any = Rank(number, saved, store, life)
+            engine.resumed = lambda: "other rates"
+            durable = DurableState(
+                saved, number, MESH, engine, lambda: Log([ROOT, OLDER, NEWER]), store, life, resumes, said.append
+            )
+            assert durable.load(NEWER.hash, False)
+        assert said == told
+
+
 def test_a_rank_that_reads_what_was_not_written_has_an_older_one_taken_in_every_replica(saved: Place) -> None:
     damage(saved, NEWER, 1)
     store = MemoryRunStore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -164,8 +165,8 @@ def test_autocast_covers_the_loop() -> None:
 # ---------------------------------------------------------------- wrong loops
 
 
-def ready(accumulate: int = 1, until: int = 3) -> tuple[Session, Any, Any, Any, Any]:
-    session = session_with(LocalHost())
+def ready(accumulate: int = 1, until: int = 3, host: LocalHost | None = None) -> tuple[Session, Any, Any, Any, Any]:
+    session = session_with(host or LocalHost())
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return session, *session.prepare(
@@ -277,6 +278,27 @@ def test_a_loop_that_is_left_early_is_seen_at_the_next_call() -> None:
     for call in (optimizer.step, scheduler.step, lambda: next(iter(loader))):
         with pytest.raises(MisuseError, match=r"was left \(break, return\) before its last update"):
             call()
+
+
+def test_a_part_that_was_not_prepared_and_gets_a_gradient_is_told_once() -> None:
+    """The loop calls the backward itself, so whether the loss depends on it is not known: it may be a probe on its own."""
+    host, head = LocalHost(), torch.nn.Linear(1, 1)
+    _, model, optimizer, scheduler, loader = ready(host=host)
+    for x, y in loader:
+        mse_loss(head(model(x)), y).backward()
+        optimizer.step()
+        scheduler.step()
+    said = [line for line in host.said if "is not registered and has a gradient" in line]
+    assert len(said) == 1 and said[0].startswith(("parameter weight of a module Linear", "parameter bias of a module Linear"))
+
+
+def test_a_copy_of_the_prepared_model_is_refused_in_the_first_micro_batch() -> None:
+    _, model, optimizer, _, loader = ready()
+    used = copy.deepcopy(model)
+    with pytest.raises(MisuseError, match="had no backward that reached a parameter.*of the models that session.prepare"):
+        for x, y in loader:
+            mse_loss(used(x), y).backward()
+            optimizer.step()
 
 
 def test_calls_outside_the_loop_are_refused() -> None:

@@ -1,0 +1,81 @@
+"""Finds numbers that an optimizer changes in its `step` and keeps outside its `state_dict`: a replica that fetches the state,
+and a resumed run, would not have them.
+
+In: the registered optimizers, around each update. Out: a MisuseError that names the attribute. A number counts as kept if an
+entry of the optimizer's own `state_dict` (of a class that has one of its own) has had its value after each update looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from helixrt.engines.graph_leaves import is_looked_at
+from helixrt.engines.optimizer_state import has_own_state, own_entries
+from helixrt.errors import MisuseError
+
+_OWN = ("state", "param_groups", "defaults")
+
+
+class OptimizerNumbers:
+    """`begin` and `end` stand around an update; `stepped` is set by the steps of optimizers within it."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._updates = 0  # with a step
+        self._before: dict[str, dict[str, float]] | None = None
+        self._kept: dict[tuple[str, str], set[str]] = {}  # by optimizer and attribute: the entries that may hold it
+        self.stepped = False
+
+    def begin(self) -> None:
+        self.stepped, self._before = False, None
+        if is_looked_at(self._updates + 1):
+            self._before = {key: dict(_attributes(optimizer)) for key, optimizer in self._optimizers.items()}
+
+    def end(self) -> None:
+        """Raises MisuseError for a number that is not kept."""
+        before, self._before = self._before, None
+        self._updates += self.stepped
+        for key, numbers in (before or {}).items():
+            optimizer = self._optimizers[key]
+            for name, value in _attributes(optimizer):
+                if value != numbers.get(name, value):
+                    self._check(key, optimizer, name, numbers[name], value)
+
+    def _check(self, key: str, optimizer: Optimizer, name: str, was: float, value: float) -> None:
+        held = set[str]()
+        if has_own_state(optimizer):
+            entries = {"more": own_entries(optimizer, f"optimizer {key}"), "groups": optimizer.param_groups}
+            held = {path for path, number in _numbers("", entries) if number == value}
+        self._kept[key, name] = held & self._kept.get((key, name), held)
+        if not self._kept[key, name]:
+            kind = type(optimizer).__name__
+            raise MisuseError(
+                f"optimizer {key}: its step() changed {kind}.{name} from {was} to {value}, which state_dict() does not hold, "
+                "so replicas would differ after a restart; keep it in param_groups, or add it to state_dict() and take it back "
+                "in load_state_dict()"
+            )
+
+
+def _attributes(optimizer: Optimizer) -> Iterator[tuple[str, float]]:
+    for name, value in vars(optimizer).items():
+        if name not in _OWN and isinstance(value, int | float | dict | list | tuple):
+            yield from _numbers(name, value)
+
+
+def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The numbers in nested values, by name; tensors with one element are numbers."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, value
+    elif isinstance(value, torch.Tensor) and value.numel() == 1:
+        yield path, value.item()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(key, str | int) and key != "params":
+                yield from _numbers(f"{path}[{key!r}]", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _numbers(f"{path}[{index}]", item)
