@@ -7,6 +7,7 @@ entry of the optimizer's own `state_dict` (of a class that has one of its own) h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,7 +43,8 @@ class OptimizerNumbers:
         for key, numbers in (before or {}).items():
             optimizer = self._optimizers[key]
             for name, value in _attributes(optimizer):
-                if value != numbers.get(name, value):
+                was = numbers.get(name, value)
+                if value != was and not (math.isnan(value) and math.isnan(was)):
                     self._check(key, optimizer, name, numbers[name], value)
 
     def _check(self, key: str, optimizer: Optimizer, name: str, was: float, value: float) -> None:

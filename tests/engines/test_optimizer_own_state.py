@@ -205,3 +205,21 @@ def test_a_state_without_the_entries_is_refused_before_anything_is_changed() -> 
     plain = Script(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     with pytest.raises(Fatal, match="has 'count' of optimizer/0, which SGD does not take"):
         plain.engine.load(copied(script.engine.state()))
+
+
+class Best(torch.optim.SGD):
+    """What it knows stays unknown."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.best = float("nan")
+
+    def step(self, closure: Any = None) -> Any:
+        self.best = float("nan")
+        return super().step(closure)
+
+
+def test_a_number_that_is_not_known_and_stays_so_has_not_changed() -> None:
+    script = Script(Best)
+    for number in range(1, 4):
+        script.step(number)
