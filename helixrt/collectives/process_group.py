@@ -40,7 +40,7 @@ class HelixGroup(GroupLifecycle, dist.ProcessGroup):  # type: ignore[misc]
 
     def _calls(self) -> Collectives:
         if not self._checked:
-            with suppress(ValueError):  # of a group that c10d does not know
+            with suppress(ValueError, TypeError):  # of a group that c10d does not know
                 check_devices(dist.get_backend_config(self))
             self._checked = True
         return super()._calls()
