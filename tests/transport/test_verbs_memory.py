@@ -141,7 +141,7 @@ RESIZES = (resized_by_the_storage, resized_by_the_typed_storage, resized_by_an_o
 def test_memory_that_a_resize_freed_is_registered_again_when_another_tensor_gets_its_address(resized: Resize) -> None:
     device = FakeDevice()
     table = Registrations(device.register)
-    for attempt in range(200):  # until the allocator gives an address again: which sizes it does depends on what else runs
+    for attempt in range(2000):  # until the allocator gives an address again: which sizes it does depends on what else runs
         first = torch.empty(100_000 * (1 + attempt % 100))
         address, size = first.data_ptr(), 4 * first.numel()
         table.release(table.take(byte_view(first))[0])
