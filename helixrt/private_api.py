@@ -28,7 +28,7 @@ TESTED = {
     "ray": ("2.59.0", "2.60.0"),
     "deepspeed": ("0.19.8",),
 }
-VARIABLE = "HELIXRT_ANY_VERSION"  # "1": a version that is too old is told, and not refused
+VARIABLE = "HELIXRT_ANY_VERSION"  # "1": a version that is too old causes a warning, and no error
 _NEED = re.compile(r"(?P<module>[\w.]+):(?P<path>[\w.]+)(?:\((?P<parameters>[\w, ]*)\))?")
 _told: set[PrivatePart] = set()  # whose line this process has logged
 _old: set[str] = set()  # packages of which the log says that they are too old

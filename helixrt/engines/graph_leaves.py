@@ -1,4 +1,4 @@
-"""Finds trained parameters that are not registered: each replica would train them on its own data alone, or nobody would.
+"""Finds trained parameters that are not registered: each replica would train them on its own data alone, or not at all.
 
 In: a loss before its backward, and the parameters that the engine knows. Out: a MisuseError that names the first `nn.Parameter`
 that the loss depends on and that is none of them. Leaves that are no `nn.Parameter` (inputs that require a gradient) are legal.

@@ -16,7 +16,7 @@ from helixrt.engines.registered import Registered
 from helixrt.errors import MisuseError
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import State
-from tests.engines.same_state import same_state
+from tests.engines.scenarios import same_state
 
 MakeScheduler = Callable[[Optimizer], Any]
 

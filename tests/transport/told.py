@@ -1,4 +1,4 @@
-"""A program on a host of a lab's network, which is told lines, and says lines of JSON."""
+"""A program on a host of a lab's network: it reads orders, one in a line, and writes lines of JSON."""
 
 from __future__ import annotations
 
