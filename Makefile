@@ -30,6 +30,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SYSTEM := $(VENV)/.system-packages
 SLURM := $(VENV)/.slurm-packages
+DATA := $(VENV)/data-libraries
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 DURATIONS := --durations=30 --durations-min=1
 # Worker processes of the tests; 0 runs them in one process.
@@ -106,6 +107,12 @@ $(SLURM): | $(BIN)/python
 	else echo "no Slurm, and no root or apt to install it: tests under Slurm will be skipped"; fi
 	@touch $@
 
+# Data libraries that are tested, in a folder of their own: one of them asks for other versions than this project.
+$(DATA)/.installed: tests/data-libraries.txt $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target $(DATA) \
+		-r tests/data-libraries.txt
+	@touch $@
+
 # ---- what the set-up is for
 
 train: $(INSTALLED)
@@ -115,7 +122,7 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not (gpu or slow or $(SYSTEM_TESTS))" $(ARGS)
 
-test-system: $(INSTALLED) $(SYSTEM) lab
+test-system: $(INSTALLED) $(SYSTEM) $(DATA)/.installed lab
 	$(PYTEST) -m "($(SYSTEM_TESTS)) and not gpu and not slow" $(ARGS)
 
 test-slow: $(INSTALLED) $(SYSTEM) $(SLURM) lab

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for tools that check types; at run time `__getattr__` loads
     from helixrt.engines.stage_ranks import ParameterLayout as ParameterLayout
     from helixrt.engines.staged import Stages as Stages
     from helixrt.engines.update import Policy as Policy
+    from helixrt.engines.update import UpdateRecord as UpdateRecord
     from helixrt.errors import ConfigError as ConfigError
     from helixrt.errors import Fatal as Fatal
     from helixrt.errors import HelixError as HelixError
@@ -71,6 +72,7 @@ _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
     "Stages": "helixrt.engines.staged",
     "Step": "helixrt.job.step",
     "TextFigures": "helixrt.job.description",
+    "UpdateRecord": "helixrt.engines.update",
     "compile": "helixrt.compile",
     "init": "helixrt.job.init",
     "run": "helixrt.job.launch",

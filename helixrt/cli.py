@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import io
 import pkgutil
 import re
 import sys
@@ -110,6 +111,8 @@ def _joined(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code; argparse exits by itself with 2 on a wrong usage."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal without UTF-8
     if argv[:1] == ["train"]:  # whose arguments are hydra's, --help included
         from helixrt.train.__main__ import main as train
 

@@ -34,6 +34,9 @@ class Cause:
 class HelixError(Exception):
     """Base class of helixrt's errors."""
 
+    comes_again = False
+    """See the function of this name."""
+
 
 class Departed(SystemExit):
     """This replica leaves the run at a step boundary, as it was asked to; no failure. Not an Exception, so that the user's
@@ -45,6 +48,8 @@ class ConfigError(HelixError):
 
     The message is one line: `KEY=VALUE: RULE`. Commands print it and exit with code 2.
     """
+
+    comes_again = True
 
     def __init__(self, key: str, value: object, rule: str) -> None:
         super().__init__(f"{key}={value}: {rule}")
@@ -75,9 +80,16 @@ class StartAgain(Fatal):
     replica ended. No failure of its own: it costs no restart of the budget."""
 
 
+class Diverged(Fatal):
+    """Replicas hold different states, which must be equal bit for bit. The message names what differs first, and the odd
+    replica, if there is a majority."""
+
+
 class MisuseError(Fatal):
     """The training program breaks a rule of the public API. The message names the action, with the parameter,
     buffer or object where there is one, and what to do instead."""
+
+    comes_again = True
 
 
 class MissingExtra(ConfigError):
@@ -93,6 +105,34 @@ class MissingExtra(ConfigError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (MissingExtra, (self.package, self.extra, self.needed_for))
+
+
+def comes_again(error: BaseException) -> bool:
+    """Whether another start of the same program on the same host would end in the same way: it is not made. Known of some
+    errors of helixrt, and of what cannot be imported."""
+    return error.comes_again if isinstance(error, HelixError) else isinstance(error, ImportError | SyntaxError)
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """The error, what it was raised from or while it was handled, and so on."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return chain
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The root cause of an error: the first error of helixrt among its causes, else the first of all. An error of
+    helixrt has in its text what matters of the errors behind it."""
+    chain, root = causes_of(error), None
+    for each in chain:
+        if isinstance(each, HelixError | Departed):
+            root = each
+            if each.__cause__ is not None or isinstance(each, Departed):
+                break
+    return root or chain[-1]
 
 
 def interrupted() -> int:

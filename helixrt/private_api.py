@@ -146,6 +146,16 @@ CAPTURE = PrivatePart(
         *(f"{_AOT}{name}AOTOutput" for name in ("InputMutation", "Grad", "IntermediateBase")),
     ),
 )
+GUARDS = PrivatePart(
+    "notice of Python values that changed after a capture (call `model.train_step.forget()` after a change)",
+    (
+        "torch._guards:GuardsSet(_)",
+        "torch.utils._ordered_set:OrderedSet(_)",
+        "torch._dynamo.functional_export:DynamoBytecodeFlatten",
+        "torch._dynamo.output_graph:OutputGraphCommon.dump_guards_state(_)",
+        "torch._dynamo.guards:CheckFunctionManager(_, _)",
+    ),
+)
 FAKE_TENSORS = PrivatePart(
     "capture of a model (its tensors without memory)",
     ("torch._subclasses.fake_tensor:FakeTensor", "torch._subclasses.fake_tensor:FakeTensorMode"),

@@ -321,24 +321,27 @@ class BoundedSink:
         self._detail.close()
 
 
-_NEAR_CHANGE = 60  # lines before and after a quorum of other contributors that stay: some steps
+_TELLING = tuple(b'{"kind":"%s",' % kind.encode() for kind in (Kind.QUORUM, Kind.WORK_BEGIN, Kind.COMMIT))
+_NEAR_LOSS = 8  # such lines before and after a quorum that lacks a contributor: some two steps
 
 
 def shrink_life(path: Path, most_bytes: int = 16 << 10) -> None:
-    """Of a life that has ended, whose `BoundedSink` had this `path`: delete the details, and of its steps all but two times
-    `most_bytes`: the newest, which tell when and where it ended, and the newest of those around a quorum with other
-    contributors, which tell what the loss of a replica cost. What is rare stays. A crash in between costs nothing. Raises
+    """Of a life that has ended, whose `BoundedSink` had this `path`: delete the details, and of its steps all but five times
+    `most_bytes`: the newest, which tell when and where it ended, and four times as much of what tells what the loss of another
+    replica cost, of the newest losses: when steps around it began and were committed, and the quorums without and with it
+    again. What is rare stays, and the first quorum to which this life contributed. A crash in between costs nothing. Raises
     OSError."""
     old = path.with_suffix(".old.jsonl")
     for detail in (path.with_suffix(".detail.jsonl"), path.with_suffix(".detail.old.jsonl")):
         detail.unlink(missing_ok=True)
-    if old.exists() or (path.exists() and path.stat().st_size > 2 * most_bytes):
+    if old.exists() or (path.exists() and path.stat().st_size > 5 * most_bytes):
         pages = [page.read_bytes().splitlines(keepends=True) for page in (old, path) if page.exists()]
         lines = list(dict.fromkeys(line for page in pages for line in page))  # a crash behind the rename has left some twice
         newest = _newest(range(len(lines)), lines, most_bytes)
-        near = _newest([at for at in _near_changes(lines) if at not in newest], lines, most_bytes)
+        joined, near = _near_losses(lines)
+        kept = {*joined, *newest, *_newest([at for at in near if at not in newest], lines, 4 * most_bytes)}
         part = path.with_suffix(".part")
-        part.write_bytes(b"".join(lines[at] for at in sorted(newest | near)))
+        part.write_bytes(b"".join(lines[at] for at in sorted(kept)))
         os.replace(part, path)
         old.unlink(missing_ok=True)
 
@@ -353,20 +356,27 @@ def _newest(places: Sequence[int], lines: Sequence[bytes], most_bytes: int) -> s
     return kept
 
 
-def _near_changes(lines: Sequence[bytes]) -> list[int]:
-    before: Any = None
-    near: set[int] = set()
-    for at, line in enumerate(lines):
-        if not line.startswith(b'{"kind":"quorum",'):
+def _near_losses(lines: Sequence[bytes]) -> tuple[list[int], list[int]]:
+    """Places of the first quorum to which this life contributed, and of what tells about losses of others."""
+    joined: list[int] = []
+    near, before = set[int](), set[int]()
+    telling = [at for at, line in enumerate(lines) if line.startswith(_TELLING)]
+    for place, at in enumerate(telling):
+        if not lines[at].startswith(_TELLING[0]):
             continue
         try:
-            now = json.loads(line)["detail"].get("contributors")
+            told = json.loads(lines[at])
+            now = set(told["detail"].get("contributors", ()))
         except (ValueError, KeyError):  # cut short by a kill
             continue
-        if before is not None and now != before:
-            near.update(range(max(0, at - _NEAR_CHANGE), min(len(lines), at + _NEAR_CHANGE)))
+        if not joined and told["rank"].split(".")[0] in {f"r{replica}" for replica in now}:
+            joined.append(at)
+        if before - now:
+            near.update(telling[max(0, place - _NEAR_LOSS) : place + _NEAR_LOSS])
+        elif before != now:
+            near.add(at)
         before = now
-    return sorted(near)
+    return joined, sorted(near)
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from helixrt.passes.errors import CaptureError
+from helixrt.passes.guards_private import Guards, guards_of
 from helixrt.passes.parts import Layout, Role
 from helixrt.private_api import CAPTURE, require, unusable
 
@@ -71,6 +72,7 @@ class Joint:
     output_paths: tuple[str, ...]
     layouts: dict[str, Layout]
     side_effects: tuple[str, ...]
+    guards: Guards | None
 
 
 def trace_joint(module: nn.Module, arguments: tuple[Any, ...], described: nn.Module) -> Joint:
@@ -112,6 +114,7 @@ def trace_joint(module: nn.Module, arguments: tuple[Any, ...], described: nn.Mod
         output_paths=tuple(paths_of(joint.out_spec)),
         layouts=gradient_layouts(joint),
         side_effects=tuple(caught),
+        guards=guards_of(captured),
     )
 
 
@@ -276,10 +279,10 @@ def module_path(node: fx.Node) -> str | None:
 
 
 def qualified(source: str) -> str:
-    """`L['self']._modules['layers']._modules['0'].name` as a qualified name."""
+    """`L['self']._modules['layers']._modules['0'].name` as a qualified name, also where a wrapper forwards attributes."""
     source = re.sub(r"^L\[['\"]\w+['\"]\]\.?", "", source)
     source = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", source)
-    return ".".join(piece for piece in source.split(".") if piece and piece != "_modules")
+    return ".".join(piece for piece in source.split(".") if piece not in ("", "_modules", "__dict__"))
 
 
 def is_backward(node: fx.Node) -> bool | None:

@@ -35,14 +35,11 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class Balanced:
-    """`starts` are the first units of the later chunks. `times` and `bytes` are of the stages; `exact` tells whether no cut
-    has a faster slowest stage for certain (with `makespan`: than the cut that it began with); it is False where too many
-    states had to be dropped."""
+    """`starts` are the first units of the later chunks. `times` and `bytes` are of the stages."""
 
     starts: tuple[int, ...]
     times: tuple[float, ...]
     bytes: tuple[float, ...]
-    exact: bool
 
 
 def balance(
@@ -83,7 +80,6 @@ class _Search:
             list(itertools.accumulate((cost.lasting_bytes + flying * cost.saved_bytes for cost in costs), initial=0.0))
             for flying in in_flight
         ]
-        self.exact = True
 
     def best(self, makespan: Callable[[tuple[int, ...]], float] | None) -> Balanced:
         """Raises ConfigError where nothing fits."""
@@ -93,11 +89,10 @@ class _Search:
         if starts is None:
             rule = f"is too little for any cut of this model into {self.chunks} chunks on {self.stages} stages"
             raise ConfigError("limit_bytes", self.limit, rule)
-        exact = self.exact
         starts = self.search(max(self.loads(starts, self.time_of)), squares=True) or starts
         if makespan is not None:
             starts = self.moved(starts, makespan)
-        return Balanced(starts, self.loads(starts, self.time_of), self.loads(starts, self.bytes_of), exact)
+        return Balanced(starts, self.loads(starts, self.time_of), self.loads(starts, self.bytes_of))
 
     def time_of(self, chunk: int, begin: int, end: int) -> float:
         return self.time[end] - self.time[begin]
@@ -196,7 +191,6 @@ class _Search:
         """All states, or the most even ones where there are too many."""
         if len(states) <= MOST_STATES:
             return states
-        self.exact = False
 
         def unevenness(item: tuple[Key, tuple[float, tuple[int, ...]]]) -> tuple[float, float]:
             (end, loads), (value, _) = item

@@ -13,6 +13,8 @@ the graph is to have. Out: a `Part` of functional ATen operators whose ports are
 - INPUT_GRADIENT for every input that requires grad; BUFFER outputs are new values, for the caller to copy in.
 - Tensors that are DTensors are their local tensors at the ports; see `Part.layouts`.
 
+`Part.guards` tell when a Python value that was read is another, once they are built (`watched`).
+
 Operators keep the order of eager execution, random ones and collectives included: run from the same generator state
 the graph draws the same numbers. Collectives are functional, each with one wait. Regions of `torch.utils.checkpoint` are
 computed again in the backward (`recompute`). What Python does besides tensors happens once, at capture.
@@ -27,6 +29,7 @@ import re
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,6 +50,7 @@ from helixrt.passes.aot_private import (
     trace_joint,
 )
 from helixrt.passes.errors import CaptureError
+from helixrt.passes.guards_private import Guards
 from helixrt.passes.higher_order import check_higher_order
 from helixrt.passes.nodes import Origin
 from helixrt.passes.parts import Part, Port, Role
@@ -91,6 +95,19 @@ def capture(
     check_higher_order(part.module, location_of(module))
     verify(part)
     return recompute(part.stamped("capture", time.perf_counter() - began))
+
+
+def watched(part: Part, module: nn.Module, loss: Loss | None, modes: bool = True) -> Guards | None:
+    """The guards of a captured part, by the values that `module` and `loss` have now. `module` is what the user changes: the
+    captured one, or what that is a copy of; it is held weakly. `modes`: also the training modes of modules."""
+    held = weakref.ref(module)
+
+    def scope() -> dict[str, Any] | None:
+        return None if (now := held()) is None else {"self": Traced(now, loss)}
+
+    if part.guards is not None:
+        part.guards.build(scope, modes)
+    return part.guards
 
 
 def check_gathered(module: nn.Module) -> None:
@@ -218,7 +235,7 @@ class Flattening:
         module = self.rewriter.module(self.joint.root, "Joint")
         inputs = self.used()
         layouts = {self.parameter_name(name): layout for name, layout in self.joint.layouts.items()}
-        return Part(module, inputs, tuple(port for port, _ in outputs), layouts=layouts)
+        return Part(module, inputs, tuple(port for port, _ in outputs), layouts=layouts, guards=self.joint.guards)
 
     # inputs
 

@@ -167,9 +167,10 @@ class _Crossing:
             if len(hidden) > 1:
                 self.refuse(at, hidden)
             if not values or not backward[at]:
-                which = "forward" if not values else "backward"
-                reason = f"nothing crosses {which} between chunks {at} and {at + 1}"
-                remedy = "cut where a hidden state goes on to layers and parameters that train come before it"
+                reason, remedy = "no hidden state crosses it", "cut where one goes on to layers"
+                if values:
+                    reason = "all parameters before it are frozen, so no gradient crosses it"
+                    remedy = "train one of them, cut after one that is trained, or train with pp=1"
                 raise CaptureError(f"the cut before {self.units.names[self.starts[at]]}", reason, remedy)
             values.sort(key=lambda value: value not in hidden)
         return tuple(map(tuple, forward)), tuple(map(tuple, backward))

@@ -17,6 +17,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,10 +27,10 @@ from helixrt.passes import nodes
 from helixrt.passes.aot_private import place_of
 from helixrt.passes.chunk_graph import chunk_graph
 from helixrt.passes.crossing import crossing
-from helixrt.passes.cut_model import BOUNDARY, MODEL_0, OUTPUT, Boundary, CutModel, Draw, ModelChunk, ModelInput, Tie
+from helixrt.passes.cut_model import BOUNDARY, MODEL_0, OUTPUT, Boundary, CutModel, ModelChunk, ModelInput, Tie
 from helixrt.passes.errors import CaptureError, VerifyError
 from helixrt.passes.parts import Part, Port, Role
-from helixrt.passes.seeding import SEED, order_of, seeded
+from helixrt.passes.seeding import SEED, seeded
 from helixrt.passes.units import Units, units
 from helixrt.passes.verify import describe, operators, order_hash, sent
 
@@ -40,7 +41,6 @@ __all__ = [
     "SEED",
     "Boundary",
     "CutModel",
-    "Draw",
     "ModelChunk",
     "ModelInput",
     "Tie",
@@ -65,9 +65,9 @@ def cut(joint: Part, boundaries: Sequence[int | str] = ()) -> CutModel:
     parts = [chunk_graph(joint, crosses, between, chunk) for chunk in range(len(starts) + 1)]
     check_complete(parts, joint, found)
     seconds = (time.perf_counter() - began) / len(parts)
-    chunks = tuple(_chunk(part.stamped("cut", seconds), at, found, starts, between, joint) for at, part in enumerate(parts))
+    chunks = tuple(_chunk(part.stamped("cut", seconds), at, found, starts, between) for at, part in enumerate(parts))
     lines = described(chunks)
-    return CutModel(chunks, between, ties(chunks), draws(chunks), lines, order_hash(lines))
+    return CutModel(chunks, between, ties(chunks), lines, order_hash(lines), joint.guards)
 
 
 def check_joint(joint: Part) -> None:
@@ -129,31 +129,37 @@ def check_complete(parts: Sequence[Part], joint: Part, found: Units) -> None:
             raise VerifyError(f"{describe(port)} comes out of the chunks {given.count(port)} times")
 
 
-def _chunk(
-    part: Part, number: int, found: Units, starts: tuple[int, ...], between: Sequence[Boundary], joint: Part
-) -> ModelChunk:
+def _chunk(part: Part, number: int, found: Units, starts: tuple[int, ...], between: Sequence[Boundary]) -> ModelChunk:
     limits = (0, *starts, found.count)
     own = range(max(limits[number], 1), min(limits[number + 1], found.count - 1))
     boundary_port = Port(Role.INPUT, BOUNDARY) if number else None
     sources = {Port(Role.INPUT, MODEL_0): Port(Role.INPUT, BOUNDARY)}
     inputs = [port for port in part.inputs if port.role in (Role.INPUT, Role.TARGET) and port not in (boundary_port, SEED)]
+    return chunk_of(
+        part,
+        number=number,
+        first=found.names[limits[number]],
+        layers=tuple(found.layers[unit - 1] for unit in own),
+        inputs=tuple(ModelInput(port, sources.get(port, port)) for port in inputs),
+        before=between[number - 1] if number else None,
+        after=between[number] if number < len(between) else None,
+    )
+
+
+def chunk_of(part: Part, **more: Any) -> ModelChunk:
+    """With the names that its ports have; `more`: the other fields."""
 
     def names(of: Sequence[Port], role: Role) -> tuple[str, ...]:
         return tuple(port.name for port in of if port.role is role)
 
     return ModelChunk(
-        number=number,
         part=part,
-        first=found.names[limits[number]],
-        layers=tuple(found.layers[unit - 1] for unit in own),
-        inputs=tuple(ModelInput(port, sources.get(port, port)) for port in inputs),
         parameters=names(part.inputs, Role.PARAMETER),
         gradients=names(part.outputs, Role.GRADIENT),
         buffers=names(part.inputs, Role.BUFFER),
         changed=names(part.outputs, Role.BUFFER),
         seeded=SEED in part.inputs,
-        before=between[number - 1] if number else None,
-        after=between[number] if number < len(between) else None,
+        **more,
     )
 
 
@@ -164,21 +170,8 @@ def ties(chunks: Sequence[ModelChunk]) -> tuple[Tie, ...]:
     for name in names:
         using = tuple(chunk.number for chunk in chunks if name in chunk.parameters)
         if len(using) > 1:
-            found.append(Tie(name, using, tuple(chunk.number for chunk in chunks if name in chunk.gradients)))
+            found.append(Tie(name, using))
     return tuple(found)
-
-
-def draws(chunks: Sequence[ModelChunk]) -> tuple[Draw, ...]:
-    """The random operators by their numbers; what is computed again in the backward does not count."""
-    found: dict[int, tuple[str, list[int]]] = {}
-    for chunk in chunks:
-        for node in chunk.part.graph.nodes:
-            order = order_of(node)
-            if order is not None:
-                _, using = found.setdefault(order, (nodes.origin(node).source, []))
-                if chunk.number not in using:
-                    using.append(chunk.number)
-    return tuple(Draw(order, name, tuple(using)) for order, (name, using) in sorted(found.items()))
 
 
 def described(chunks: Sequence[ModelChunk]) -> tuple[str, ...]:

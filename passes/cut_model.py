@@ -5,11 +5,15 @@ Types alone; `cut` makes them and its docstring has the contract of the chunks' 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from helixrt.passes.parts import Part, Port
+
+if TYPE_CHECKING:
+    from helixrt.passes.guards_private import Guards
 
 BOUNDARY = "0"  # of INPUT and INPUT_GRADIENT
 OUTPUT = "output"  # of OUTPUT and TANGENT in all chunks but the last
@@ -70,23 +74,10 @@ class ModelChunk:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A parameter that several chunks use. Each of `chunks` has it as a PARAMETER; those in `terms` give a term of its
+    """A parameter that several `chunks` use. Each has it as a PARAMETER; those that give a gradient of it give a term of its
     gradient, to be added once per step."""
 
     name: str
-    chunks: tuple[int, ...]
-    terms: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """A random operator: `order` is its number among those of the whole graph, from 0; with the seed it says what is drawn.
-
-    `chunks` are those that run it: several where all of them need what it draws.
-    """
-
-    order: int
-    node: str
     chunks: tuple[int, ...]
 
 
@@ -95,12 +86,12 @@ class CutModel:
     """A model cut into chunks; `boundaries[i]` is between chunks i and i + 1.
 
     `lines` describe ports, boundaries and operators of all chunks; ranks compare them (`agree.agree_on`), since ports are
-    named by nodes. `hash` is their SHA-256.
+    named by nodes. `hash` is their SHA-256. `guards`: which Python values the model was captured with.
     """
 
     chunks: tuple[ModelChunk, ...]
     boundaries: tuple[Boundary, ...]
     ties: tuple[Tie, ...]
-    draws: tuple[Draw, ...]
     lines: tuple[str, ...]
     hash: bytes
+    guards: Guards | None = field(default=None, compare=False, repr=False)

@@ -56,18 +56,8 @@ class Overlap:
     kinds: Mapping[frozenset[Kind], float]
     measured: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
-    @classmethod
-    def even(cls, factor: float = 1.0) -> Overlap:
-        """The same factor for any two of compute, intra-node and inter-node communication."""
-        kinds = (Kind.COMPUTE, Kind.INTRA, Kind.INTER)
-        return cls({frozenset({first, second}): factor for first in kinds for second in kinds if first is not second})
-
     def factor(self, first: Operator, second: Operator) -> float:
         for key in ((first.signature, second.signature), (second.signature, first.signature)):
             if key in self.measured:
                 return self.measured[key]
         return self.kinds.get(frozenset({first.kind, second.kind}), 0.0)
-
-    def together_us(self, first: Operator, second: Operator) -> float:
-        """Predicted time of both, started together."""
-        return first.time_us + second.time_us - self.factor(first, second) * min(first.time_us, second.time_us)

@@ -56,10 +56,6 @@ class Table:
     pairs: dict[tuple[str, str], Together]
     ranks_per_host: tuple[int, ...]
 
-    def effectiveness(self, one: str, other: str) -> float:
-        """The factor of a pair, in any order."""
-        return self.pairs[(one, other) if (one, other) in self.pairs else (other, one)].effectiveness
-
 
 @dataclass(frozen=True)
 class _Row:
@@ -172,7 +168,7 @@ def _own(where: Sequence[Sequence[int]]) -> str:
     mine = None
     for members in where:
         group = dist.new_group(list(members))
-        if dist.get_rank() in members:
+        if isinstance(group, dist.ProcessGroup):  # else this rank is none of its members
             mine = group
     assert mine is not None, "every rank is in one of the groups"
     return str(mine.group_name)

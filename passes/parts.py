@@ -18,6 +18,8 @@ from torch import fx
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from helixrt.passes.guards_private import Guards
+
 
 class Role(StrEnum):
     """What an input or output of a part is. `name` in `Port` identifies it."""
@@ -84,6 +86,7 @@ class Part:
     `layouts` tells, by the parameter's name, how the gradient of a DTensor parameter is laid out (it may be a partial
     sum where the parameter is whole, as in eager). Outputs named GRADIENT are never views of something else, so the
     caller may keep them and add to them in place; other outputs may share memory with inputs and with one another.
+    `guards`: of a captured joint graph, which Python values it was captured with.
     """
 
     module: fx.GraphModule
@@ -91,6 +94,7 @@ class Part:
     outputs: tuple[Port, ...]
     stamps: tuple[Stamp, ...] = ()
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    guards: Guards | None = field(default=None, compare=False, repr=False)
 
     @property
     def graph(self) -> fx.Graph:
@@ -110,40 +114,20 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Boundaries:
-    """Every tensor that enters, leaves or passes between F, B and W of one chunk, by its port.
+class Split:
+    """F, B and W of one chunk, by dependency. Running F, then B, then W equals the joint graph.
 
-    `taken`: from outside, by any of the three; `given`: to outside. The others are SAVED: `forward_to_backward` and
-    `forward_to_weight` may share some; `backward_to_weight` are made by B.
+    What passes between them is SAVED: `forward_to_weight`, which B may take as well, and `backward_to_weight`.
     """
 
-    taken: tuple[Port, ...]
-    given: tuple[Port, ...]
-    forward_to_backward: tuple[Port, ...]
-    forward_to_weight: tuple[Port, ...]
-    backward_to_weight: tuple[Port, ...]
-
-
-@dataclass(frozen=True)
-class Split:
-    """F, B and W of one chunk, by dependency. Running F, then B, then W equals the joint graph."""
-
-    boundaries: Boundaries
     forward: Part
     backward: Part
     weight: Part
+    forward_to_weight: tuple[Port, ...]
+    backward_to_weight: tuple[Port, ...]
 
     @staticmethod
     def of(forward: Part, backward: Part, weight: Part) -> Split:
-        parts = forward, backward, weight
-        by_forward, by_backward = (frozenset(port for port in part.outputs if port.role is Role.SAVED) for part in parts[:2])
-        taken = dict.fromkeys(port for part in parts for port in part.inputs if port.role is not Role.SAVED)
-        given = tuple(port for part in parts for port in part.outputs if port.role is not Role.SAVED)
-        boundaries = Boundaries(
-            tuple(taken),
-            given,
-            tuple(port for port in backward.inputs if port in by_forward),
-            tuple(port for port in weight.inputs if port in by_forward),
-            tuple(port for port in weight.inputs if port in by_backward),
-        )
-        return Split(boundaries, forward, backward, weight)
+        saved = [port for port in weight.inputs if port.role is Role.SAVED]
+        by_forward, by_backward = (tuple(port for port in saved if port in part.outputs) for part in (forward, backward))
+        return Split(forward, backward, weight, by_forward, by_backward)

@@ -71,8 +71,9 @@ class GraphRewriter:
         return copy
 
     def placeholder(self, node: fx.Node, name: str = "") -> fx.Node:
-        """An input for what `node` was, with its metadata; it stands for the node from now on."""
-        copy = self.graph.placeholder(name or node.name)
+        """An input for what `node` was, under its name, with its metadata; it stands for the node from now on."""
+        name = name or node.name
+        copy = self.graph.create_node("placeholder", name, name=name)  # `Graph.placeholder` changes names to lower case
         copy.meta = dict(node.meta)
         self.made[node] = copy
         return copy

@@ -1,11 +1,13 @@
 """Seeding: random operators draw from a seed and their number, wherever and whenever they run.
 
-In: a captured joint graph. Out: the same with each random operator replaced by one that sets a generator of its own for the
+In: a captured joint graph. Out: the same with each random operator replaced by one that has a generator of its own for the
 call, from the INPUT `SEED` and from the operator's number among those of the whole graph. Nothing is drawn from the
-process's generators, so operators may run in any order and on any rank: dropout is the same for every number of chunks,
-every schedule, and pairs of strands need not keep an order. What regions of activation checkpointing compute again has the
-number of the operator that it repeats. Where ranks share a model or a batch, operators on equal values draw equal numbers, and
-those on a rank's own values (`own_values`: its heads, its positions) draw numbers of its own.
+process's generators, so operators may run in any order, on any rank, and beside threads that draw: dropout is the same for
+every number of chunks, every schedule, and pairs of strands need not keep an order. Operators that take no generator (dropout
+and attention on a GPU) find it in the place of the process's one for the time of the call. What regions of activation
+checkpointing compute again has the number of the operator that it repeats. Where ranks share a model or a batch, operators on
+equal values draw equal numbers, and those on a rank's own values (`own_values`: its heads, its positions) draw numbers of their
+own.
 
 The numbers are those of the operator after `torch.manual_seed(mixed(seed, number))`.
 """
@@ -119,9 +121,15 @@ def seeded_operator(drawn: torch._ops.OpOverload) -> torch._ops.OpOverload:
     comma = "" if signature.startswith(")") else ", "
     LIBRARY.define(f"{name}(Tensor random_seed, int {ORDER}, Device random_device{comma}{signature}")
 
+    given = _taking_a_generator(drawn)
+
     def run(seed: torch.Tensor, order: int, device: torch.device, /, *arguments: Any, **keywords: Any) -> Any:
-        before = state_of(device)
         generator = torch.Generator(device).manual_seed(mixed(int(seed), order))
+        if given is not None:
+            return given(*arguments, **keywords, generator=generator)
+        if drawn is torch.ops.aten.native_dropout.default and device.type == "cpu":
+            return _dropout(*arguments, **keywords, generator=generator)
+        before = state_of(device)
         set_state(device, generator.get_state())
         try:
             return drawn(*arguments, **keywords)
@@ -130,3 +138,25 @@ def seeded_operator(drawn: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     return getattr(torch.ops.helixrt, name).default
+
+
+def _taking_a_generator(drawn: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The operator, or its twin that differs by an argument `generator` alone; None without one."""
+    wanted = [argument.name for argument in drawn._schema.arguments if argument.name != "generator"]
+    for overload in (drawn._overloadname, *drawn.overloadpacket.overloads()):
+        twin = getattr(drawn.overloadpacket, overload)
+        names = [argument.name for argument in twin._schema.arguments]
+        if "generator" in names and [name for name in names if name != "generator"] == wanted:
+            return twin
+    return None
+
+
+def _dropout(
+    x: torch.Tensor, p: float, train: bool | None = None, *, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`native_dropout` of torch on the processor: the same numbers in the same order."""
+    kept = torch.ones_like(x, dtype=torch.bool)
+    if train is False:
+        return x.clone(), kept
+    kept.bernoulli_(1.0 - p, generator=generator)
+    return x.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept

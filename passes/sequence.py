@@ -206,23 +206,3 @@ def _ready(
         if index in deferred and operators[index].kind in (Kind.WAIT, Kind.FREE):
             reach[index] = min((reach[user] for user in users[index] if user in deferred), default=reach[index])
     return reach.__getitem__
-
-
-def layers_ahead(forward: Sequence[Operator], backward: Sequence[Operator], order: Sequence[tuple[int, int]]) -> int:
-    """By how many layers the forward is at most ahead of what the backward has released, in an order of both
-    ((strand, operator), strand 0 the forward). A layer is released when its last operator has been issued."""
-    begun_by, ended_by = layer_ranks(forward), layer_ranks(backward)
-    left = [0] * (max(ended_by, default=-1) + 1)
-    for rank in ended_by:
-        left[rank] += 1
-    begun = released = most = 0
-    for strand, index in order:
-        if strand == 0:
-            begun = max(begun, begun_by[index] + 1)
-            if released < len(left):
-                most = max(most, begun - released)
-        else:
-            left[ended_by[index]] -= 1
-            while released < len(left) and not left[released]:
-                released += 1
-    return most

@@ -55,7 +55,7 @@ def whole_backward(halves: Split) -> Part:
     sources: dict[str, fx.Node] = {}
     ports: dict[str, Port] = {}
     wanted: dict[Port, str] = {}
-    inside = frozenset(halves.boundaries.backward_to_weight)
+    inside = frozenset(halves.backward_to_weight)
     for part in (halves.backward, halves.weight):
         for port, node in zip(part.inputs, part.graph.find_nodes(op="placeholder"), strict=True):
             if port not in inside:

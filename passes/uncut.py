@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 
-from helixrt.passes.cut import check_joint, described, draws
-from helixrt.passes.cut_model import CutModel, ModelChunk, ModelInput
-from helixrt.passes.parts import Part, Port, Role
+from helixrt.passes.cut import check_joint, chunk_of, described
+from helixrt.passes.cut_model import CutModel, ModelInput
+from helixrt.passes.parts import Part, Role
 from helixrt.passes.seeding import SEED, seeded
 from helixrt.passes.verify import order_hash
 
@@ -19,24 +19,8 @@ def uncut(joint: Part) -> CutModel:
     began = time.perf_counter()
     check_joint(joint)
     part = seeded(joint)
-
-    def names(of: tuple[Port, ...], role: Role) -> tuple[str, ...]:
-        return tuple(port.name for port in of if port.role is role)
-
-    inputs = [port for port in part.inputs if port.role in (Role.INPUT, Role.TARGET) and port != SEED]
-    chunk = ModelChunk(
-        number=0,
-        part=part.stamped("uncut", time.perf_counter() - began),
-        first="",
-        layers=(),
-        inputs=tuple(ModelInput(port, port) for port in inputs),
-        parameters=names(part.inputs, Role.PARAMETER),
-        gradients=names(part.outputs, Role.GRADIENT),
-        buffers=names(part.inputs, Role.BUFFER),
-        changed=names(part.outputs, Role.BUFFER),
-        seeded=SEED in part.inputs,
-        before=None,
-        after=None,
-    )
+    given = [port for port in part.inputs if port.role in (Role.INPUT, Role.TARGET) and port != SEED]
+    part, inputs = part.stamped("uncut", time.perf_counter() - began), tuple(ModelInput(port, port) for port in given)
+    chunk = chunk_of(part, number=0, first="", layers=(), inputs=inputs, before=None, after=None)
     lines = described((chunk,))
-    return CutModel((chunk,), (), (), draws((chunk,)), lines, order_hash(lines))
+    return CutModel((chunk,), (), (), lines, order_hash(lines), joint.guards)

@@ -195,8 +195,11 @@ class _Placing:
         elif layer is not None:
             if before > layer:
                 name, later = (f"{self.prefix}{self.layers[unit - 1]}" for unit in (layer, before))
-                reason = f"{name} needs a value of {later}, so that layers do not run in their order (are they shared?)"
-                raise CaptureError(place_of(node) or nodes.origin(node).module, reason, "train this model with pp=1")
+                again = layer in self.of.values()
+                used = f"runs again after {later}, as a layer that is used several times"
+                reason = f"{name} {used if again else f'needs a value of {later}, so layers do not run in their order'}"
+                remedy = "keep them in the order of their run, each used once, or train this model with pp=1"
+                raise CaptureError(place_of(node) or nodes.origin(node).module, reason, remedy)
             self.of[node] = layer
         elif feeds:
             self.of[node] = before

@@ -8,6 +8,9 @@ from __future__ import annotations
 import ipaddress
 import logging
 import re
+import signal
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +38,7 @@ def connect(runtime_env: Mapping[str, Any] | None = None, namespace: str | None 
     except ImportError:
         raise MissingExtra("ray", "ray", "launcher=ray") from None
     ours = not ray.is_initialized()
+    before = signal.getsignal(signal.SIGTERM)
     if ours:
         given: dict[str, Any] = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
         try:
@@ -49,6 +53,7 @@ def connect(runtime_env: Mapping[str, Any] | None = None, namespace: str | None 
             how = "name what ranks do not need in its .gitignore, or set ray.code=none and have the code on all nodes"
             rule = f"cannot be copied to the nodes: {size[0] if size else told}; {how}"
             raise ConfigError("ray.code", (runtime_env or {}).get("working_dir"), rule) from error
+    _handle_sigterm(before)
     try:
         check_version(ray.__version__, node_address())
     except ConfigError:
@@ -56,6 +61,14 @@ def connect(runtime_env: Mapping[str, Any] | None = None, namespace: str | None 
             ray.shutdown()
         raise
     return ours
+
+
+def _handle_sigterm(before: Any) -> None:
+    """In place of Ray's handler, by which a driver ends with exit code 15: the one before it, else one that ends with 143."""
+    is_rays = getattr(signal.getsignal(signal.SIGTERM), "__module__", "").startswith("ray.")
+    if is_rays and threading.current_thread() is threading.main_thread():
+        other = before not in (None, signal.SIG_DFL) and not getattr(before, "__module__", "").startswith("ray.")
+        signal.signal(signal.SIGTERM, before if other else lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from helixrt.ray_cluster.actors import CONCURRENCY_GROUPS, CONTROL_GROUP, RUN_GR
 from helixrt.ray_cluster.cluster import connect
 from helixrt.ray_cluster.placement import Life, Placements
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
-from helixrt.replica.rank_log import describe_code, last_error, log_name
+from helixrt.replica.rank_log import RankEnd, describe_code, log_name, rank_end
 
 KILL_AFTER_S = 0.5  # Ray ends a healthy process at once; a stopped one does not receive the request
 
@@ -39,6 +39,7 @@ class _Actor:
     log: Path
     pid: int = -1
     pidfd: int = -1
+    node: str = ""  # of its process, once known
     ended: bool = False  # reported by `poll`
     kill_at_s: float | None = None  # the request to end it was sent to Ray; SIGKILL if it still runs then
 
@@ -203,6 +204,7 @@ class RayLauncher(Launcher):
         ref, actor.process_ref = actor.process_ref, None
         try:
             process: Process = self._ray.get(ref)
+            actor.node = process.node
             if process.node == self._node:
                 actor.pid = process.pid
                 actor.pidfd = os.pidfd_open(process.pid)
@@ -215,9 +217,10 @@ class RayLauncher(Launcher):
                 outcome: Outcome = self._ray.get(actor.outcome_ref)
             except self._ray.exceptions.RayError as lost:
                 return self._vanished(actor, _first_line(lost))
-            said = outcome.error or (last_error(actor.log) if outcome.code else "")
-            what = f"{said} ({describe_code(outcome.code)})" if said else describe_code(outcome.code)
-            return RankExit(actor.coordinate, actor.incarnation, outcome.code, str(Cause(what, actor.name, str(actor.log))))
+            end = RankEnd(outcome.error) if outcome.error or not outcome.code else rank_end(actor.log)
+            what = f"{end.why} ({describe_code(outcome.code)})" if end.why else describe_code(outcome.code)
+            cause = Cause(what, actor.name, str(actor.log))
+            return RankExit(actor.coordinate, actor.incarnation, outcome.code, str(cause), end.error, actor.node)
         if actor.pidfd >= 0 and not self._is_there(actor):
             return self._vanished(actor, f"process {actor.pid} is gone")
         return None

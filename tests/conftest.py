@@ -27,9 +27,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from helixrt import doctor
-from helixrt.lab.vm_tests import Forwarder
 from tests import leaks, programs
 from tests.emulate.sweeps import SWEEP_SEEDS
+from tests.vm_tests import Forwarder
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests start many processes on few cores
 settings.register_profile(  # tests never assert time; where CI is set, Hypothesis's own profile draws no new numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from helixrt import doctor
 from helixrt.doctor import Finding, Need, Package, State, import_paths
+from helixrt.lab import vm_setup
 from helixrt.lab.machine import Lack
 
 TORCHFT = Package("torchft", (0, 2), "membership", "ft", Need.JOB, ("torchft",), load="torchft.coordination")
@@ -166,3 +168,15 @@ def test_a_second_different_copy_on_the_path_ends_with_1(tmp_path: Path) -> None
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"bad   package       used from {(tmp_path / 'helixrt').resolve()}; different copies at" in done.stdout
     assert "cannot run: package" in done.stdout
+
+
+def test_a_user_without_home_and_name_and_what_cannot_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert vm_setup.cache_folder().is_absolute()
+    monkeypatch.setattr(doctor, "look_at_lab", lambda: unknown(5))
+    assert doctor.examine()[-1] == Finding("rdma lab", State.WARN, "cannot be examined: KeyError: 5")

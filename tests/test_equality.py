@@ -157,11 +157,11 @@ def check(case: Case, counts: tuple[int, ...]) -> None:
         assert (explanation.state, explanation.reason) == ("woven", "")
         assert explanation.plan is not None and (explanation.plan.pairing is None) == (case.shared == "alone")
         if count == counts[0]:  # what was captured, as graphs that are built for one strand
-            ((key, both),) = step.captured.items()
-            one = replace(both, strands=build(both.joint, strands=1, codegen=case.codegen))
-        step.captured[key] = one
+            (kept,) = step.captured._kept
+            both, one = kept.graphs, replace(kept.graphs, strands=build(kept.graphs.joint, strands=1, codegen=case.codegen))
+        kept.graphs = one
         assert_alike(woven, trained(model, run), bitwise=True)
-        step.captured[key] = both
+        kept.graphs = both
         assert_alike(woven, trained(plain, partial(plain_loop, plain, case, count)), bitwise=False)
     assert len(step.captured) == 1
 

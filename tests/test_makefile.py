@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "tests").mkdir()
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "tests/data-libraries.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
 
@@ -35,9 +36,11 @@ def plan(project: Path, *arguments: str) -> str:
 def set_up(project: Path) -> None:
     """As the set-up leaves it, younger than what it depends on."""
     (project / ".venv" / "bin").mkdir(parents=True)
-    for name in (".venv/bin/python", ".venv/.installed", ".venv/.system-packages", ".venv/.slurm-packages"):
+    (project / ".venv" / "data-libraries").mkdir()
+    stamps = (".venv/.installed", ".venv/data-libraries/.installed", ".venv/.system-packages", ".venv/.slurm-packages")
+    for name in (".venv/bin/python", *stamps):
         (project / name).touch()
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in ("pyproject.toml", "constraints.txt", "tests/data-libraries.txt"):
         os.utime(project / name, (1, 1))
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
+import helixrt
 from helixrt import doctor, private_api
 from helixrt.collectives import gloo_groups_private, gloo_private
 from helixrt.compile import dynamo, fake_tensors_private, fake_world_private
@@ -155,6 +156,20 @@ def torchft_native(begin: Callable[[], None], patch: pytest.MonkeyPatch) -> None
     lighthouse_beats_private.beat_of("", "http://127.0.0.1:1", "r0", 0.05)()
 
 
+def guards(begin: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    """A number that changes has no effect until the graphs are dropped."""
+    model = nn.Dropout(0.0)
+    model.scale = nn.Linear(2, 1)
+    helixrt.compile(model.train(), loss=lambda output, target: (model.scale(output) * factor[0]).sum(), strict=True)
+    factor = [1.0]
+    x = torch.ones(2, 2)
+    first = model.train_step(x, target=x)
+    factor[0] = 2.0
+    assert torch.equal(model.train_step(x, target=x), first)
+    model.train_step.forget()
+    assert torch.equal(model.train_step(x, target=x), 2 * first)
+
+
 def ray_resources(begin: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     assert placement_private.resources() == ({}, {})
@@ -184,6 +199,7 @@ REPLACED = {
     "FLASH": flash,
     "FLASH_CUDA": flash_cuda,
     "FSDP_BACKWARD": fsdp_backward,
+    "GUARDS": guards,
     "PINNED_CACHE": pinned_cache,
     "NATIVE_STACKS": native_stacks,
     "INDUCTOR_ORDER": inductor_order,

@@ -27,10 +27,6 @@ class Variant:
     divides: bool
     aligned: tuple[bool, ...]
 
-    @property
-    def two(self) -> bool:
-        return len(self.aligned) == 4
-
 
 def variant_of(addresses: Sequence[int], length: int, dtype: torch.dtype, op: Op, divisor: int) -> Variant:
     """Of a `reduce_copy` of `length` elements at these addresses: left, right, out and perhaps also."""

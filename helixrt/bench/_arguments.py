@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from helixrt.errors import ConfigError
+
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json FILE`."""
@@ -17,6 +19,15 @@ def add_model(parser: argparse.ArgumentParser, batch: int, of: str) -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=batch, help=f"sequences per {of}")
     parser.add_argument("--seq-len", type=int, default=128)
+
+
+def check_least(given: object, **least: float) -> None:
+    """Raises ConfigError for an argument that is smaller, or one of whose values is."""
+    for name, limit in least.items():
+        value = getattr(given, name)
+        value = min(value, default=limit) if isinstance(value, list | tuple) else value
+        if not value >= limit:
+            raise ConfigError(f"--{name.replace('_', '-')}", value, f"must be at least {limit}")
 
 
 def add_blocks(parser: argparse.ArgumentParser, block: int, note: str = "; the first is not counted") -> None:

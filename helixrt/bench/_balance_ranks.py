@@ -67,7 +67,7 @@ def _rank(stage: int, rendezvous: str, shape: Shape, microbatches: int, steps: i
     batch = shape.tokens(shape.batch * microbatches)
     unmodified = shape.model()
     step = TrainStep(unmodified, Options(microbatches=microbatches, schedule=SCHEDULE))
-    model = CapturedModel(step, ExampleBatch(**batch), StagePlace(stage, STAGES, dist.new_group(), record))
+    model = CapturedModel(step, ExampleBatch(**batch), StagePlace(stage, STAGES, dist.group.WORLD, record))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     engine = model.engine(Registered.of(model, [optimizer]))
     assert isinstance(engine, CapturedEngine)

@@ -43,9 +43,12 @@ def print_spreads(spreads: Mapping[str, Spread]) -> None:
         print(f"  {name:30} {spread}")
 
 
-def write(path: Path, name: str, settings: dict[str, Any], spreads: dict[str, Spread], **more: Any) -> None:
-    """Write a benchmark's figures to `path` as JSON."""
+def write(path: Path | None, name: str, settings: dict[str, Any], spreads: Mapping[str, Spread], **more: Any) -> None:
+    """Write a benchmark's figures to `path` as JSON, and print where they are; with None nothing is done."""
+    if path is None:
+        return
     figures = {key: asdict(spread) for key, spread in spreads.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     everything = {"benchmark": name, "machine": machine(), "settings": settings, "figures": figures, **more}
     path.write_text(json.dumps(everything, indent=2) + "\n")
+    print(f"  written to {path}")

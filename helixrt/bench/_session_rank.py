@@ -190,6 +190,25 @@ def _loop(
     return figures
 
 
+def _plain_loop(
+    settings: Settings, model: nn.Module, loss_of: Callable[[nn.Module, Any], torch.Tensor], data: list[Any], side: Side
+) -> Callable[[int], None]:
+    """Runs a block of a loop without a session, from the batch at `first` on."""
+    optimizer, clock = _optimizer(model), BlockClock(side, settings.block)
+
+    def block(first: int) -> None:
+        for number in range(first, first + settings.block):
+            loss = loss_of(model, data[number % len(data)])
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            side.loss = float(loss)  # read in each step, as the session's is
+            clock.step()
+
+    return block
+
+
 def alone(session: helixrt.Session) -> None:
     """One replica beside the same loop without a session."""
     settings = _settings()
@@ -197,23 +216,12 @@ def alone(session: helixrt.Session) -> None:
     data = [(torch.randn(8, 32, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(_BATCHES)]
     model = session.parallelize(tiny())
     bare = copy.deepcopy(model)
-    optimizer, side = _optimizer(bare), Side()
-    clock = BlockClock(side, settings.block)
+    side = Side()
 
     def loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.mse_loss(module(batch[0]), batch[1])
 
-    def block(first: int) -> None:
-        for number in range(first, first + settings.block):
-            loss = loss_of(bare, data[number % len(data)])
-            loss.backward()
-            nn.utils.clip_grad_norm_(bare.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-            side.loss = float(loss)  # read in each step, as the session's is
-            clock.step()
-
-    figures = _loop(session, settings, model, loss_of, block, data)
+    figures = _loop(session, settings, model, loss_of, _plain_loop(settings, bare, loss_of, data, side), data)
     figures.other = side
     figures.write(settings, session.replica)
 
@@ -231,23 +239,12 @@ def pair(session: helixrt.Session) -> None:
     data = [torch.randint(0, settings.model.vocab, shape, generator=generator) for _ in range(_BATCHES)]
     model = session.parallelize(build_chunk(settings.model, settings.seq_len, 0, 1, seed=_SEED))
     parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
-    optimizer, side = _optimizer(parallel), Side()
-    clock = BlockClock(side, settings.block)
+    side = Side()
 
     def loss_of(module: nn.Module, tokens: Any) -> torch.Tensor:
         return token_loss(module(tokens[:, :-1]), tokens[:, 1:])
 
-    def block(first: int) -> None:
-        for number in range(first, first + settings.block):
-            loss = loss_of(parallel, data[number % len(data)])
-            loss.backward()
-            nn.utils.clip_grad_norm_(parallel.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-            side.loss = float(loss)
-            clock.step()
-
-    figures = _loop(session, settings, model, loss_of, block, data)
+    figures = _loop(session, settings, model, loss_of, _plain_loop(settings, parallel, loss_of, data, side), data)
     mean = torch.tensor([side.loss])
     dist.all_reduce(mean)  # the session's loss is the mean over replicas
     side.loss = float(mean) / session.replicas

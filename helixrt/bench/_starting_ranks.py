@@ -48,7 +48,7 @@ from helixrt.replica.contracts import RankSpec, RunStore, State
 from helixrt.replica.evidence import Holders
 from helixrt.replica.orphan import PARENT_VARIABLE, die_with_parent
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.state_shards import digest
+from helixrt.replica.state_digest import digest
 from helixrt.replica.store import TcpRunStore, host_store, split_address
 from helixrt.replica.store_membership import StoreMembership
 from helixrt.timeouts import derive

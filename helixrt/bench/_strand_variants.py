@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from helixrt.errors import ConfigError
@@ -30,6 +29,7 @@ from helixrt.pipeline.gradients import ParameterGradients
 from helixrt.pipeline.single_stage import Inputs, SingleStage
 from helixrt.pipeline.strands import Plan, Strands, agree_among_ranks, flattened, paired
 from helixrt.train.config import ModelConfig
+from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.parallel import ParallelGroups
 
@@ -103,10 +103,6 @@ class Shape:
         shape = (2, self.microbatches, self.batch, self.seq_len)
         tokens, targets = torch.randint(0, self.config().vocab, shape, generator=generator).to(self.device)
         return [{TOKENS: x, TARGET: y} for x, y in zip(tokens, targets, strict=True)]
-
-
-def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 @dataclass(frozen=True)

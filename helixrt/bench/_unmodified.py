@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from helixrt.bench._arguments import check_least
 from helixrt.errors import ConfigError
 
 FAMILIES = ("gpt2", "llama")
@@ -28,9 +29,7 @@ class Shape:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ConfigError("--family", self.family, f"must be one of {', '.join(FAMILIES)}")
-        for name, least in (("layers", 2), ("dim", 1), ("vocab", 1), ("seq_len", 2), ("batch", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{name.replace('_', '-')}", getattr(self, name), f"must be at least {least}")
+        check_least(self, layers=2, dim=1, vocab=1, seq_len=2, batch=1)
         if self.dim % (2 * HEAD_DIM):
             raise ConfigError("--dim", self.dim, f"must be a multiple of {2 * HEAD_DIM}")
 

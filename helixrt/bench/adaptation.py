@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-from helixrt.bench._arguments import add_json
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._figures import Spread, write
 from helixrt.bench._sleeping_rank import Measured, Round, main
 from helixrt.errors import ConfigError, Fatal
@@ -118,9 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0."""
     sizes = [Size.parse(text) for text in args.sizes]
-    for key, value in (("--steps", args.steps), ("--elements", args.elements)):
-        if value < 1:
-            raise ConfigError(key, value, "must be at least 1")
+    check_least(args, steps=1, elements=1)
     found: dict[str, list[Result]] = {}
     for size in sizes:
         cases = list(_cases(size, args.places, args.factors, args.policies, args.comms))
@@ -129,9 +127,7 @@ def run(args: argparse.Namespace) -> int:
             _ask(ranks, warm_up)
             found[str(size)] = [_measure(ranks, case, args.steps, args.elements) for case in cases]
         _print(size, found[str(size)])
-    if args.json is not None:
-        _write(args, found)
-        print(f"  written to {args.json}")
+    _write(args, found)
     return 0
 
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-from helixrt.bench._arguments import add_json
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._figures import write
 from helixrt.bench._sleeping_rank import Round
 from helixrt.bench.adaptation import Size, _ask, _ranks
@@ -89,12 +89,10 @@ def run(args: argparse.Namespace) -> int:
         loop = _adapting(ranks, scenario, costs, first)
         calm_ms += _calm_ms(ranks, costs, first)
     _print(scenario, size, fixed, loop, calm_ms)
-    if args.json is not None:
-        runs = {each.name: {**asdict(each), "total_s": each.total_s} for each in (*fixed, loop)}
-        settings = {"size": args.size, "scenario": args.scenario, "factor": args.factor, "every": args.every}
-        summary = _summary(scenario, fixed, loop, calm_ms)
-        write(args.json, "adapting", settings, {}, summary=summary, undisturbed_ms=calm_ms, runs=runs)
-        print(f"  written to {args.json}")
+    runs = {each.name: {**asdict(each), "total_s": each.total_s} for each in (*fixed, loop)}
+    settings = {"size": args.size, "scenario": args.scenario, "factor": args.factor, "every": args.every}
+    summary = _summary(scenario, fixed, loop, calm_ms)
+    write(args.json, "adapting", settings, {}, summary=summary, undisturbed_ms=calm_ms, runs=runs)
     return 0
 
 
@@ -108,8 +106,7 @@ def _scenario(args: argparse.Namespace, size: Size) -> Scenario:
     trace = table3()
     if size.stages != trace.stages:
         raise ConfigError("--size", args.size, f"must have the trace's {trace.stages} stages")
-    if args.every < 1:
-        raise ConfigError("--every", args.every, "must be at least 1")
+    check_least(args, every=1)
     steps = trace.iterations // args.every
     return Scenario("table3", steps, lambda step: trace.delays_ms((step - 1) * args.every))
 

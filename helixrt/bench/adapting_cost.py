@@ -196,11 +196,9 @@ def run(args: argparse.Namespace) -> int:
         half = interval_of_median(stdev(ratios), len(ratios))
         pairs = {"ratios": ratios, "median": middle, "interval": [middle - half, middle + half]}
         print(f"  with the loop / without: {middle:.4f}, 95% from {middle - half:.4f} to {middle + half:.4f}")
-    if args.json is not None:
-        settings = {"size": args.size, "steps": args.steps, "pairs": args.pairs}
-        more = {"step_ms": step_ms, "budget_ms": BUDGET * step_ms, "parts_ms": found, "pairs": pairs}
-        write(args.json, "adapting_cost", settings, figures, **more)
-        print(f"  written to {args.json}")
+    settings = {"size": args.size, "steps": args.steps, "pairs": args.pairs}
+    more = {"step_ms": step_ms, "budget_ms": BUDGET * step_ms, "parts_ms": found, "pairs": pairs}
+    write(args.json, "adapting_cost", settings, figures, **more)
     return 0
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import write
 from helixrt.bench._lateness import Lateness, lateness
 from helixrt.bench.adaptation import Size
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, default=2, help="of slow-link; flapping has one")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--folder", type=Path, default=None, help="keep the folders of the runs here")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,10 +125,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"  replica {change['replica']} after step {change['step']}: {predicted}{measured}; {change['why']}")
     for key, value in summary.items():
         print(f"  {key}: {value}")
-    if args.json is not None:
-        said = {name: getattr(args, name) for name in ("size", "scenario", "factor", "steps")} | {"replicas": replicas}
-        write(args.json, "adapting_job", said, {}, summary=summary, runs={each.name: asdict(each) for each in runs})
-        print(f"  written to {args.json}")
+    said = {name: getattr(args, name) for name in ("size", "scenario", "factor", "steps")} | {"replicas": replicas}
+    write(args.json, "adapting_job", said, {}, summary=summary, runs={each.name: asdict(each) for each in runs})
     return 0
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._balance_ranks import SCHEDULE as REAL_SCHEDULE
 from helixrt.bench._balance_ranks import STAGES as REAL_STAGES
 from helixrt.bench._balance_ranks import real_steps
@@ -255,16 +256,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=4, help="runs of a stage each time")
     parser.add_argument("--real", type=int, default=0, metavar="STEPS", help="also train so many steps over two stages")
     parser.add_argument("--most", type=float, default=MOST, help="the largest ratio for exit code 0")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Raises ConfigError."""
     size = (args.layers, args.dim, args.vocab, args.seq_len, args.batch)
     shapes = tuple(Shape(family, *size) for family in dict.fromkeys(args.family))
-    for key in ("stages", "passes", "rounds"):
-        if getattr(args, key) < 1:
-            raise ConfigError(f"--{key}", getattr(args, key), "must be at least 1")
+    check_least(args, stages=1, passes=1, rounds=1)
     if args.stages > args.layers:
         raise ConfigError("--stages", args.stages, f"must be at most --layers={args.layers}")
     if min(args.microbatches) < args.stages:
@@ -298,7 +297,5 @@ def run(args: argparse.Namespace) -> int:
             figures[shape.family]["real"] = asdict(run)
             print(f"  {run.units} units in two processes, {run.microbatches} micro-batches, {REAL_SCHEDULE}: {spread} ms;")
             print(f"    simulated {run.alone_ms:.0f} ms by times of each stage alone, {run.busy_ms:.0f} ms by those of the run")
-        if args.json is not None:  # after each model
-            write(args.json, "balance", asdict(settings), spreads, load=os.getloadavg(), models=figures)
-            print(f"  written to {args.json}")
+        write(args.json, "balance", asdict(settings), spreads, load=os.getloadavg(), models=figures)
     return int(most > args.most)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from helixrt.bench._arguments import add_json
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._figures import Spread, write
 from helixrt.bench._unmodified import FAMILIES, Shape
 from helixrt.errors import ConfigError
@@ -128,8 +128,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     shapes = tuple(Shape(family, *size) for family in dict.fromkeys(args.family))
     if not 1 <= args.stages <= args.layers:
         raise ConfigError("--stages", args.stages, f"must be from 1 to --layers={args.layers}")
-    if args.repeats < 2:
-        raise ConfigError("--repeats", args.repeats, "must be at least 2: figures have a spread")
+    check_least(args, repeats=2)
     return Settings(shapes, args.stages, args.repeats)
 
 
@@ -149,7 +148,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"capture: {shape}, one graph of {runs[0].nodes} operators, {settings.stages} stages")
         print(f"  processor s  {cpu}\n  clock s      {clock}")
         print(f"  memory grew by at most {grown / 1e9:.2f} GB; the parameters would take {whole / 1e9:.1f} GB")
-    if args.json is not None:
-        write(args.json, "capture", asdict(settings), spreads, load=os.getloadavg(), runs=figures)
-        print(f"  written to {args.json}")
+    write(args.json, "capture", asdict(settings), spreads, load=os.getloadavg(), runs=figures)
     return int(longest > args.most_s)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from helixrt.bench._arguments import add_json, add_model
+from helixrt.bench._arguments import add_json, add_model, check_least
 from helixrt.bench._cuda_session_rank import KILLED, REPLICAS, Commit, RankFigures, Settings, other_side, train, train_one
 from helixrt.bench._figures import Spread, print_spreads, write
 from helixrt.errors import ConfigError, Fatal
@@ -180,10 +180,7 @@ class Found:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0. Raises ConfigError without a GPU, and for settings that cannot work."""
-    for key in ("kill_at", "after", "steps", "steps_one"):
-        least = _WARM + 3
-        if (value := getattr(args, key)) < least:
-            raise ConfigError(f"--{key.replace('_', '-')}", value, f"must be at least {least}")
+    check_least(args, **dict.fromkeys(("kill_at", "after", "steps", "steps_one"), _WARM + 3))
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device", "cuda", "needs a CUDA GPU, and PyTorch sees none here")
     model = ModelConfig("gpt", args.layers, args.dim, heads=max(1, args.dim // 64), ffn=4 * args.dim)
@@ -200,9 +197,7 @@ def run(args: argparse.Namespace) -> int:
     print_spreads(found.spreads)
     for name, text in found.lines:
         print(f"  {name:30} {text}")
-    if args.json is not None:
-        write(args.json, "cuda_session", given, found.spreads, versions={"cuda": torch.version.cuda}, **found.more)
-        print(f"  written to {args.json}")
+    write(args.json, "cuda_session", given, found.spreads, versions={"cuda": torch.version.cuda}, **found.more)
     return 0
 
 

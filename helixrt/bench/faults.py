@@ -13,9 +13,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.bench.fault_matrix.cell_run import run_cell
 from helixrt.bench.fault_matrix.cells import (
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transports", nargs="+", default=["tcp", "shared_memory"], choices=["tcp", "shared_memory"])
     parser.add_argument("--minutes", type=float, default=0.0, help="check for so long that no running peer is reported as lost")
     parser.add_argument("--loaded", action="store_true", help="with --minutes: while two busy processes per core run")
-    parser.add_argument("--json", type=Path, default=None, help="write the findings to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,16 +85,14 @@ def run(args: argparse.Namespace) -> int:
             f"{seen.sums} sums, the longest took {seen.longest_s:.3f} s"
         )
         good = good and not seen.problems
-    if args.json is not None:
-        settings = {k: v for k, v in vars(args).items() if k not in ("json", "benchmark", "command")}
-        table = [_row(cell, of_cell) for cell, of_cell in findings.items() if of_cell]
-        more = {
-            "tails": {name: asdict(tail) for name, tail in tails.items()},
-            "left_out": left_out,
-            "endured": {transport: asdict(seen) for transport, seen in endured.items()},
-        }
-        write(args.json, "faults", settings, spreads, table=table, **more)
-        print(f"wrote {args.json}")
+    settings = {k: v for k, v in vars(args).items() if k not in ("json", "benchmark", "command")}
+    table = [_row(cell, of_cell) for cell, of_cell in findings.items() if of_cell]
+    more = {
+        "tails": {name: asdict(tail) for name, tail in tails.items()},
+        "left_out": left_out,
+        "endured": {transport: asdict(seen) for transport, seen in endured.items()},
+    }
+    write(args.json, "faults", settings, spreads, table=table, **more)
     return 0 if good else 1
 
 

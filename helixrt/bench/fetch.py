@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from helixrt.bench._arguments import add_json
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Retryable
 from helixrt.replica.contracts import Shard, layout_of
@@ -99,15 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0. Raises ConfigError for settings that cannot work, before anything starts."""
     settings = Settings(args.donors, args.megabytes, args.size, args.rounds, args.window, args.serve_cpu, args.seed)
-    for key, value, least in (
-        ("--donors", settings.donors, 1),
-        ("--megabytes", settings.megabytes, 1),
-        ("--size", settings.size, 1),
-        ("--rounds", settings.rounds, 2),
-        ("--window", settings.window_s, 0.5),
-    ):
-        if value < least:
-            raise ConfigError(key, value, f"must be at least {least}")
+    check_least(args, donors=1, megabytes=1, size=1, rounds=2, window=0.5)
     if settings.serve_cpu < 0:
         raise ConfigError("--serve-cpu", settings.serve_cpu, "must not be negative; as fast as it goes is measured anyway")
     steps, windows = measure(settings)
@@ -122,14 +114,13 @@ def run(args: argparse.Namespace) -> int:
     for kind in WINDOWS[1:]:
         print(f"growth,    {kind:8} {growth[kind]} %   fetching {rate[kind].p50:.0f} MB/s from {settings.donors} donor(s)")
         print(f"  of processor time {cpu_growth[kind]} %")
-    if args.json is not None:
-        spreads = {
-            **{f"step_ms_{kind}": spread for kind, spread in step_ms.items()},
-            **{f"growth_percent_{kind}": spread for kind, spread in growth.items()},
-            **{f"cpu_growth_percent_{kind}": spread for kind, spread in cpu_growth.items()},
-            **{f"fetch_megabytes_per_s_{kind}": spread for kind, spread in rate.items()},
-        }
-        write(args.json, "fetch", asdict(settings), spreads)
+    spreads = {
+        **{f"step_ms_{kind}": spread for kind, spread in step_ms.items()},
+        **{f"growth_percent_{kind}": spread for kind, spread in growth.items()},
+        **{f"cpu_growth_percent_{kind}": spread for kind, spread in cpu_growth.items()},
+        **{f"fetch_megabytes_per_s_{kind}": spread for kind, spread in rate.items()},
+    }
+    write(args.json, "fetch", asdict(settings), spreads)
     return 0
 
 

@@ -27,17 +27,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from helixrt.bench._arguments import add_json
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._bare_ring import BareRing
 from helixrt.bench._conditions import Condition, preparation
 from helixrt.bench._figures import Spread, write
 from helixrt.bench._ftar_kill import HOST, SECRET, TIMEOUT_S, measure_kill
 from helixrt.collectives import huge_pages
-from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.process_group import HelixGroup
-from helixrt.errors import ConfigError, Fatal
+from helixrt.errors import Fatal
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.protocol.link.options import LinkOptions
 from helixrt.replica.store import host_store
@@ -82,7 +81,7 @@ class _Group(HelixGroup):
         self._side, self._tuning = side, tuning
         super().__init__(dist.PrefixStore(f"{side}/{tuning}", store), rank, size, timedelta(seconds=TIMEOUT_S))
 
-    def _endpoint(self, store: dist.Store, deadline: Deadline) -> Endpoint:
+    def _endpoint(self, store: dist.Store, secret: str) -> Endpoint:
         return _endpoint_of(self._side)
 
 
@@ -292,13 +291,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0. Raises ConfigError for settings that cannot work, before anything starts."""
-    if min(args.ranks) < 2:
-        raise ConfigError("--ranks", args.ranks, "must be at least 2")
-    if args.rounds < 2:
-        raise ConfigError("--rounds", args.rounds, "must be at least 2")
-    for option, sizes in (("--kib", args.kib), ("--cost-kib", args.cost_kib)):
-        if min(sizes, default=1) < 1:
-            raise ConfigError(option, sizes, "must be at least 1")
+    check_least(args, ranks=2, rounds=2, kib=1, cost_kib=1)
     spreads: dict[str, Spread] = {}
     costs: dict[str, dict[str, float]] = {}
     for ranks in args.ranks:
@@ -329,10 +322,8 @@ def run(args: argparse.Namespace) -> int:
         spreads["killed_process_noticed_ms"] = Spread.of(noticed)
         last = noticed[math.ceil(0.99 * len(noticed)) - 1]
         print(f"a killed process is noticed after, ms: {spreads['killed_process_noticed_ms']}  p99 {last:.4g}")
-    if args.json is not None:
-        settled = {k: v for k, v in vars(args).items() if k not in ("json", "benchmark")}
-        write(args.json, "ftar", settled, spreads, cost_of_fault_tolerance=costs)
-        print(f"wrote {args.json}")
+    settled = {k: v for k, v in vars(args).items() if k not in ("json", "benchmark")}
+    write(args.json, "ftar", settled, spreads, cost_of_fault_tolerance=costs)
     return 0
 
 

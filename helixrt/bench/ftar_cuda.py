@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from helixrt.bench._arguments import add_json
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._figures import Spread, write
 from helixrt.bench._ftar_kill import HOST, SECRET, TIMEOUT_S
 from helixrt.collectives.endpoints import Reach, open_endpoint
@@ -239,24 +239,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0. Raises ConfigError where there is no GPU, and for settings that cannot work."""
-    for key, value, least in (
-        ("--ranks", min(args.ranks), 2),
-        ("--mib", min(args.mib), 1),
-        ("--rounds", args.rounds, 2),
-        ("--products", args.products, 0),
-    ):
-        if value < least:
-            raise ConfigError(key, value, f"must be at least {least}")
+    check_least(args, ranks=2, mib=1, rounds=2, products=0)
     if not torch.cuda.is_available():
         raise ConfigError("bench", "ftar_cuda", "needs a CUDA GPU, and PyTorch sees none here")
     spreads: dict[str, Spread] = {}
     for ranks in args.ranks:
         settings = Settings(ranks, tuple(args.mib), tuple(args.transports), args.dtype, args.rounds, args.products)
         _report(measure(settings), settings, spreads)
-    if args.json is not None:
-        settled: dict[str, Any] = {**asdict(settings), "ranks": args.ranks, "gpus": torch.cuda.device_count()}
-        write(args.json, "ftar_cuda", settled, spreads, versions={"cuda": torch.version.cuda})
-        print(f"wrote {args.json}")
+    settled: dict[str, Any] = {**asdict(settings), "ranks": args.ranks, "gpus": torch.cuda.device_count()}
+    write(args.json, "ftar_cuda", settled, spreads, versions={"cuda": torch.version.cuda})
     return 0
 
 

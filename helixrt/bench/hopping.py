@@ -14,20 +14,18 @@ The base RTT is what an unloaded fast link takes, measured at the beginning.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from helixrt.bench._arguments import add_json
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._figures import Spread, write
+from helixrt.bench._lab_hosts import LabHosts
 from helixrt.errors import ConfigError, Fatal
 from helixrt.lab.net import Network
 from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
@@ -81,7 +79,6 @@ class Testbed:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._stack = ExitStack()
-        self._hosts: list[subprocess.Popen[str]] = []
         self._addresses: dict[str, list[str]] = {}
         self._generation = 0
 
@@ -92,61 +89,30 @@ class Testbed:
                 rate = self.settings.fast_mbit if path < FAST else self.settings.slow_mbit
                 net.set_rate(RECEIVER, path, rate)
                 net.set_queue(RECEIVER, path, QUEUE_BYTES / (rate * 125))
-            argv = [sys.executable, "-P", "-m", "helixrt.bench._hopping_rank"]
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            for host in range(SENDERS + 1):
-                self._hosts.append(net.run(host, argv, **pipes))
+            self._hosts = LabHosts(net, SENDERS + 1, "helixrt.bench._hopping_rank")
             self._stack = self._stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def ask(self, hosts: Sequence[int], requests: Sequence[dict[str, Any]]) -> list[Any]:
-        """Each host its request, all at once; the answers. Raises Fatal when a host ended."""
-        for host, request in zip(hosts, requests, strict=True):
-            stream = self._hosts[host].stdin
-            assert stream is not None
-            stream.write(json.dumps(request) + "\n")
-            stream.flush()
-        answers = []
-        for host in hosts:
-            out = self._hosts[host].stdout
-            assert out is not None
-            line = out.readline()
-            if not line:
-                raise Fatal(f"host {host} ended: its error is above")
-            answers.append(json.loads(line))
-        return answers
-
     def open(self, side: str, rails: int, hopping: dict[str, Any] | None) -> None:
-        everyone = range(SENDERS + 1)
-        self._addresses[side] = self.ask(everyone, [{"do": "open", "side": side, "rails": rails, "hopping": hopping}] * 5)
+        request = {"do": "open", "side": side, "rails": rails, "hopping": hopping}
+        self._addresses[side] = self._hosts.ask(dict.fromkeys(range(SENDERS + 1), request))
 
     def round(self, side: str, chunks: dict[int, int]) -> dict[int, dict[str, Any]]:
         """One flow of so many chunks from every sender, begun together on new connections. Returns each sender's report."""
         self._generation += 1
         hosts = [*chunks, RECEIVER]
         addresses = {host: self._addresses[side][host] for host in hosts}
-        self.ask(
-            hosts,
-            [
-                {
-                    "do": "connect",
-                    "side": side,
-                    "generation": self._generation,
-                    "me": me,
-                    "peers": {peer: raw for peer, raw in addresses.items() if RECEIVER in (me, peer) and peer != me},
-                }
-                for me in hosts
-            ],
-        )
-        self.ask([RECEIVER], [{"do": "receive", "op": 1, "chunk": CHUNK, "chunks": chunks}])
+        meet = {"do": "connect", "side": side, "generation": self._generation}
+        peers = {me: {p: raw for p, raw in addresses.items() if RECEIVER in (me, p) and p != me} for me in hosts}
+        self._hosts.ask({me: meet | {"me": me, "peers": peers[me]} for me in hosts})
+        self._hosts.ask({RECEIVER: {"do": "receive", "op": 1, "chunk": CHUNK, "chunks": chunks}})
         at_s = time.monotonic() + LEAD_S
-        flows = [
-            {"do": "send", "to": RECEIVER, "op": 1, "chunk": CHUNK, "count": count, "at_s": at_s} for count in chunks.values()
-        ]
-        *answers, arrived = self.ask(hosts, [*flows, {"do": "arrived", "count": sum(chunks.values())}])
+        send: dict[str, Any] = {"do": "send", "to": RECEIVER, "op": 1, "chunk": CHUNK, "at_s": at_s}
+        flows = {host: send | {"count": count} for host, count in chunks.items()}
+        *answers, arrived = self._hosts.ask(flows | {RECEIVER: {"do": "arrived", "count": sum(chunks.values())}})
         if arrived != sum(chunks.values()):
             raise Fatal(f"{arrived} chunks arrived of {sum(chunks.values())}")
         return dict(zip(chunks, answers, strict=True))
@@ -269,9 +235,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0. Raises ConfigError for settings that cannot work, before anything starts."""
-    for key, least in (("rounds", 1), ("repetitions", 1)):
-        if getattr(args, key) < least:
-            raise ConfigError(f"--{key}", getattr(args, key), f"must be at least {least}")
+    check_least(args, rounds=1, repetitions=1)
     if not 0 < args.slow_mbit <= args.fast_mbit:
         raise ConfigError("--slow-mbit", args.slow_mbit, f"must be more than 0 and at most --fast-mbit={args.fast_mbit:g}")
     if not args.scale > 0:
@@ -285,15 +249,12 @@ def run(args: argparse.Namespace) -> int:
         last = measured.flows[-1].repetition
         print(f"repetition {last + 1} of {settings.repetitions}", flush=True)
         _print(results([flow for flow in measured.flows if flow.repetition == last], measured.took))
-        if args.json is not None:
-            _write(args, measured)  # a run that is broken off keeps what it has
+        _write(args, measured)  # a run that is broken off keeps what it has
 
     measured = measure(settings, each)
     rate = measured.unloaded.rate_bytes_per_s * 8e-6
     print(f"{len(measured.flows)} flows; a fast link carries {rate:.0f} Mbit/s of payload unloaded")
     _print(results(measured.flows, measured.took))
-    if args.json is not None:
-        print(f"wrote {args.json}")
     return 0
 
 

@@ -155,13 +155,11 @@ def run(args: argparse.Namespace) -> int:
     }
     print(f"{REPLICAS} replicas x dp_shard {SHARDS}, gpt, batch {args.batch} x {args.seq_len} per rank: steps/s")
     print_spreads(spreads)
-    if args.json is not None:
-        settings = {
-            "model": asdict(work.model_config),
-            "data": asdict(work.data),
-            "threads": args.threads,
-            "rounds": work.rounds,
-        }
-        write(args.json, "hsdp", settings, spreads)
-        print(f"  written to {args.json}")
+    settings = {
+        "model": asdict(work.model_config),
+        "data": asdict(work.data),
+        "threads": args.threads,
+        "rounds": work.rounds,
+    }
+    write(args.json, "hsdp", settings, spreads)
     return 0

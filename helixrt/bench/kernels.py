@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from helixrt.bench._arguments import add_json
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError
 from helixrt.triton_kernels.reduction import PROGRAMS, copy, reduce_copy
@@ -79,15 +79,12 @@ def run(args: argparse.Namespace) -> int:
     if PROGRAMS in settings.programs:
         least = min(payload[f"{what}_{PROGRAMS}"].p50 for what in KERNELS)
         print(f"  the slowest of {PROGRAMS} programs gives {least / NIC_GB_PER_S:.2f} of a 400 Gbit/s network card's payload")
-    if args.json is not None:
-        spreads = {
-            **{f"ms_{name}": Spread.of(values) for name, values in milliseconds.items()},
-            **{f"payload_gb_per_s_{name}": spread for name, spread in payload.items()},
-            **{f"traffic_gb_per_s_{name}": spread for name, spread in traffic.items()},
-        }
-        write(
-            args.json, "kernels", asdict(settings), spreads, versions={"triton": _triton_version(), "cuda": torch.version.cuda}
-        )
+    spreads = {
+        **{f"ms_{name}": Spread.of(values) for name, values in milliseconds.items()},
+        **{f"payload_gb_per_s_{name}": spread for name, spread in payload.items()},
+        **{f"traffic_gb_per_s_{name}": spread for name, spread in traffic.items()},
+    }
+    write(args.json, "kernels", asdict(settings), spreads, versions={"triton": _triton_version(), "cuda": torch.version.cuda})
     return 0
 
 
@@ -152,14 +149,7 @@ def _call(
 
 def _settings(args: argparse.Namespace) -> Settings:
     settings = Settings(args.megabytes, args.dtype, tuple(sorted(set(args.programs))), args.rounds, args.launches, args.seed)
-    for key, value, least in (
-        ("--megabytes", settings.megabytes, 1),
-        ("--programs", settings.programs[0], 1),
-        ("--rounds", settings.rounds, 2),
-        ("--launches", settings.launches, 1),
-    ):
-        if value < least:
-            raise ConfigError(key, value, f"must be at least {least}")
+    check_least(settings, megabytes=1, programs=1, rounds=2, launches=1)
     if not torch.cuda.is_available():
         raise ConfigError("bench", "kernels", "needs a CUDA card, and PyTorch sees none here")
     cache = getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0)

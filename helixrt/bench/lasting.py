@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import write
 from helixrt.bench._starting_ranks import Start, start
 from helixrt.job import checkpoint as checkpoints
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=int, default=1_000_000, help="0: the starts alone")
     parser.add_argument("--replicas", type=int, default=256)
     parser.add_argument("--start", type=int, nargs="*", default=STARTS, metavar="RANKS", help="start so many emulated ranks")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,16 +107,9 @@ def run(args: argparse.Namespace) -> int:
         )
     grown = growth(marks) if marks else {}
     print(f"  last mark over mark {STEADY}: {', '.join(f'{k} {v:.2f}' for k, v in grown.items())}" if grown else "")
-    if args.json is not None:
-        settings = {"records": args.records, "replicas": args.replicas, "checkpoint_every": CHECKPOINT_EVERY}
-        begun = [asdict(one) for one in starts]
-        more: dict[str, Any] = {
-            "marks": [asdict(mark) for mark in marks],
-            "growth": grown,
-            "start": begun,
-            "compute_s": seconds,
-        }
-        write(args.json, "lasting", settings, {}, **more)
+    settings = {"records": args.records, "replicas": args.replicas, "checkpoint_every": CHECKPOINT_EVERY}
+    done, begun = [asdict(mark) for mark in marks], [asdict(one) for one in starts]
+    write(args.json, "lasting", settings, {}, marks=done, growth=grown, start=begun, compute_s=seconds)
     flat = all(ratio <= MOST_GROWTH for name, ratio in grown.items() if not name.endswith("_s"))
     fast = args.records < 1_000_000 or seconds <= MOST_S * args.records / 1e6
     return 0 if clean and flat and fast and (not starts or flat_start(starts)) else 1

@@ -81,7 +81,7 @@ def ours(settings: Settings, stage: int) -> Step:
         seed=SEED,
         stage=stage,
         stages=STAGES,
-        group=dist.new_group(),
+        group=dist.group.WORLD,
         batch_at=settings.batch_at,
         validation=settings.batch_at,
         record=FlightRecord(f"pp{stage}"),
@@ -97,10 +97,8 @@ def ours(settings: Settings, stage: int) -> Step:
 
 def torch_pipelining(settings: Settings, stage: int) -> Step:
     module = build_chunk(settings.model, settings.seq_len, stage, STAGES, seed=SEED)
-    group = dist.new_group()
-    schedule = Schedule1F1B(
-        PipelineStage(module, stage, STAGES, torch.device("cpu"), group=group), settings.microbatches, loss_fn=token_loss
-    )
+    placed = PipelineStage(module, stage, STAGES, torch.device("cpu"))
+    schedule = Schedule1F1B(placed, settings.microbatches, loss_fn=token_loss)
     parameters = list(module.parameters())
     optimizer = adamw(parameters, OPTIM)
     scheduler = cosine_with_warmup(optimizer, settings.steps, OPTIM)
@@ -116,7 +114,7 @@ def torch_pipelining(settings: Settings, stage: int) -> Step:
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         # One message carries the squared norm and the loss, which only the last stage has.
         shared = torch.stack([norm.square(), torch.stack(losses).mean() if losses else torch.zeros(())]).detach()
-        dist.all_reduce(shared, group=group)
+        dist.all_reduce(shared)
         torch.nn.utils.clip_grads_with_norm_(parameters, OPTIM.clip, shared[0].sqrt())
         optimizer.step()
         scheduler.step()
@@ -191,7 +189,5 @@ def run(args: argparse.Namespace) -> int:
     print(f"pipeline, pp={STAGES}, 1F1B, {settings.microbatches} micro-batches, {settings.family}: steps/s")
     print_spreads(spreads)
     print(f"  last loss: {losses['helixrt']:.5f} and {losses['torch']:.5f} nats")
-    if args.json is not None:
-        write(args.json, "pipeline", asdict(settings), spreads, losses=losses)
-        print(f"  written to {args.json}")
+    write(args.json, "pipeline", asdict(settings), spreads, losses=losses)
     return 0

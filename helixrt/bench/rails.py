@@ -13,11 +13,9 @@ how long from a path's slowness until the hop. `notebooks/03_failover.ipynb` sho
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.bench._hopping_rank import PERIOD_S
+from helixrt.bench._lab_hosts import LabHosts
 from helixrt.errors import ConfigError, Fatal
 from helixrt.lab.net import Cut, Direction, Network
 from helixrt.protocol.link import messages as m
@@ -123,34 +122,13 @@ def hop(settings: Settings) -> Recording:
         return stream.finish(settings, rates)
 
 
-class _Stream:
+class _Stream(LabHosts):
     """Two hosts, and messages on their way from the first to the second."""
 
     def __init__(self, net: Network, rates: tuple[float, ...]) -> None:
+        super().__init__(net, 2, "helixrt.bench._rails_rank")
         self.net, self.rates = net, rates
         self.marks: list[list[Any]] = []  # [time, what]
-        argv = [sys.executable, "-P", "-m", "helixrt.bench._rails_rank"]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._hosts = [net.run(host, argv, **pipes) for host in (SENDER, RECEIVER)]
-
-    def begin(self, host: int, **request: Any) -> None:
-        stream = self._hosts[host].stdin
-        assert stream is not None
-        stream.write(json.dumps(request) + "\n")
-        stream.flush()
-
-    def answer(self, host: int) -> Any:
-        out = self._hosts[host].stdout
-        assert out is not None
-        line = out.readline()
-        if not line:
-            raise Fatal(f"host {host} ended: its error is above")
-        return json.loads(line)
-
-    def both(self, request: Callable[[int], dict[str, Any]]) -> list[Any]:
-        for host in (SENDER, RECEIVER):
-            self.begin(host, **request(host))
-        return [self.answer(host) for host in (SENDER, RECEIVER)]
 
     def mark(self, what: str, change: Callable[[], None]) -> None:
         """Change the network, and keep when that began."""
@@ -175,7 +153,7 @@ class _Stream:
     def finish(self, settings: Settings, rates: tuple[float, ...]) -> Recording:
         """Returns the sender's recorded events when all messages have arrived."""
         self.answer(SENDER), self.answer(RECEIVER)
-        self.both(lambda host: {"do": "drive", "seconds": 0.2})  # the last acknowledgements
+        self.ask(dict.fromkeys((SENDER, RECEIVER), {"do": "drive", "seconds": 0.2}))  # the last acknowledgements
         self.begin(SENDER, do="recording")
         told = Recording.of(self.answer(SENDER))
         machine = {"cores": os.cpu_count(), "python": platform.python_version()}
@@ -200,9 +178,9 @@ def _stream(
                 net.set_rate(host, rail, rate)
         stream = _Stream(net, rates)
         opened = {"do": "open_recorded", "side": SIDE, "period_s": period_s, "link": link, "hopping": hopping, "seed": seed}
-        addresses = stream.both(lambda host: opened)
+        addresses = stream.ask(dict.fromkeys((SENDER, RECEIVER), opened))
         meet = {"do": "connect", "side": SIDE, "generation": 1}
-        stream.both(lambda host: meet | {"me": host, "peers": {1 - host: addresses[1 - host]}})
+        stream.ask({host: meet | {"me": host, "peers": {1 - host: addresses[1 - host]}} for host in (SENDER, RECEIVER)})
         stream.begin(RECEIVER, do="receive", op=1, chunk=size, chunks={SENDER: count})
         stream.answer(RECEIVER)
         stream.begin(RECEIVER, do="arrived", count=count)

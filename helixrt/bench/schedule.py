@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from helixrt.bench._arguments import add_json
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._figures import write
 from helixrt.errors import ConfigError
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
@@ -300,10 +300,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError for settings that cannot work, MissingExtra without OR-tools unless `--exact-limit 0`.
     """
-    if args.instances < 1:
-        raise ConfigError("--instances", args.instances, "must be at least 1")
-    if not args.exact_limit >= 0:
-        raise ConfigError("--exact-limit", args.exact_limit, "must be at least 0")
+    check_least(args, instances=1, exact_limit=0)
     sizes = tuple(size for size in args.sizes.split(",") if size)
     for size in sizes:
         _size(size)
@@ -319,10 +316,8 @@ def run(args: argparse.Namespace) -> int:
     larger = [row for size in settings.sizes for row in large(size)]
     figures = summary(measured)
     _print(settings, figures, known, larger)
-    if args.json is not None:
-        rows = {"known_optima": [_plain(asdict(k)) for k in known], "large": [asdict(row) for row in larger]}
-        write(args.json, "schedule", asdict(settings), {}, random_instances=figures, **rows)
-        print(f"  written to {args.json}")
+    rows = {"known_optima": [_plain(asdict(k)) for k in known], "large": [asdict(row) for row in larger]}
+    write(args.json, "schedule", asdict(settings), {}, random_instances=figures, **rows)
     return 1 if any(row["loss"] for row in figures["against"].values()) else 0
 
 

@@ -23,9 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from helixrt.bench._arguments import add_blocks, add_json, add_model, check_least
 from helixrt.bench._figures import Spread, write
 from helixrt.bench._session_rank import VARIABLE, RankFigures, Settings, alone, pair
-from helixrt.errors import ConfigError, Fatal
+from helixrt.errors import Fatal
 from helixrt.job.launch import RunOptions
 from helixrt.job.launch import run as run_session
 from helixrt.replica.store import host_store
@@ -71,21 +72,15 @@ def bucket_to_update_ms(ranks: Sequence[RankFigures]) -> dict[str, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=16, help="sequences per replica and step")
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=20, help="pairs of blocks that are measured")
-    parser.add_argument("--block", type=int, default=6, help="steps in a block of two replicas; the first is not counted")
+    add_model(parser, batch=16, of="replica and step")
+    add_blocks(parser, block=6, note=" of two replicas; the first is not counted")
     parser.add_argument("--tiny-block", type=int, default=50, help="steps in a block of one replica")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0."""
-    for option, least in (("rounds", 2), ("block", 3), ("tiny_block", 3)):
-        if (value := getattr(args, option)) < least:
-            raise ConfigError(f"--{option.replace('_', '-')}", value, f"must be at least {least}")
+    check_least(args, rounds=2, block=3, tiny_block=3)
     model = ModelConfig("gpt", args.layers, args.dim, ffn=4 * args.dim)
     one = Settings("", args.rounds, args.tiny_block)
     two = Settings("", args.rounds, args.block, model, args.batch, args.seq_len)
@@ -113,8 +108,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"  {'Python calls per step':30} {sum(calls.values()):.0f}")
     for name, count in calls.items():
         print(f"    {name:28} {count:.1f}")
-    if args.json is not None:
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        write(args.json, "session", settings, spreads, last_bucket_to_update_ms=latency, calls_per_step=calls)
-        print(f"  written to {args.json}")
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    write(args.json, "session", settings, spreads, last_bucket_to_update_ms=latency, calls_per_step=calls)
     return 0

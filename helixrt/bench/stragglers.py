@@ -34,10 +34,8 @@ def run(args: argparse.Namespace) -> int:
     replayed = {one.name: replay(table3(), costs, MICROBATCHES, one) for one in STRATEGIES}
     _print_table(cells)
     _print_trace(replayed)
-    if args.json is not None:
-        settings = {"stages": STAGES, "microbatches": MICROBATCHES, "operation_ms": OPERATION_MS}
-        write(args.json, "stragglers", settings, {}, table=[_row(c) for c in cells], trace=_trace(replayed))
-        print(f"  written to {args.json}")
+    settings = {"stages": STAGES, "microbatches": MICROBATCHES, "operation_ms": OPERATION_MS}
+    write(args.json, "stragglers", settings, {}, table=[_row(c) for c in cells], trace=_trace(replayed))
     return 0
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
-from helixrt.bench._arguments import add_json
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Fatal
 from helixrt.lab import machine
@@ -291,12 +291,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if args.quick:
         given |= QUICK
     settings = Settings(**given)
-    for key in ("layers", "seq_len", "batch"):
-        if getattr(settings, key) < 1:
-            raise ConfigError(f"--{key.replace('_', '-')}", getattr(settings, key), "must be at least 1")
-    for key in ("microbatches", "rounds"):
-        if getattr(settings, key) < 2:
-            raise ConfigError(f"--{key}", getattr(settings, key), "must be at least 2")
+    check_least(settings, layers=1, seq_len=1, batch=1, microbatches=2, rounds=2)
     if settings.dim < 64 or settings.dim % 64:
         raise ConfigError("--dim", settings.dim, "must be a multiple of 64")
     if settings.seq_len % 4:
@@ -338,9 +333,7 @@ def run(args: argparse.Namespace) -> int:
         spreads |= {f"{at.share:g}/{name}": spread for name, spread in here.items()}
         summaries[f"{at.share:g}"] = summary
         show(at, here, summary)
-    if args.json is not None:
-        write(args.json, "strands", asdict(settings), spreads, unlimited=asdict(free), shares=summaries, load=loads)
-        print(f"  written to {args.json}")
+    write(args.json, "strands", asdict(settings), spreads, unlimited=asdict(free), shares=summaries, load=loads)
     return 0
 
 
@@ -350,16 +343,14 @@ def run_memory(settings: Settings, args: argparse.Namespace) -> int:
     for layers, row in found.items():
         single, woven = row["single_bytes"] / 2**20, row["woven_bytes"] / 2**20
         print(f"  {layers:>3} layers: one strand {single:.1f}, two {woven:.1f}, ratio {row['ratio']:.4f}")
-    if args.json is not None:
-        alike = {key: value for key, value in settings.shape.items() if key not in ("model", "layers")}
-        write(args.json, "strands-memory", alike, {}, memory={**other_models(args.json, alike), settings.model: found})
-        print(f"  written to {args.json}")
+    alike = {key: value for key, value in settings.shape.items() if key not in ("model", "layers")}
+    write(args.json, "strands-memory", alike, {}, memory={**other_models(args.json, alike), settings.model: found})
     return 0
 
 
-def other_models(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def other_models(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
     """The memory of other models that the file has from runs with the same settings."""
-    written = json.loads(path.read_text()) if path.exists() else {}
+    written = json.loads(path.read_text()) if path is not None and path.exists() else {}
     return dict(written["memory"]) if written.get("settings") == settings else {}
 
 

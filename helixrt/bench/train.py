@@ -131,7 +131,5 @@ def run(args: argparse.Namespace) -> int:
     }
     print(f"the built-in job, {WORLD} replicas, pp=1, {args.family}, batch {args.batch} x {args.seq_len}: steps/s")
     print_spreads(spreads)
-    if args.json is not None:
-        write(args.json, "train", asdict(config), spreads)
-        print(f"  written to {args.json}")
+    write(args.json, "train", asdict(config), spreads)
     return 0

@@ -14,9 +14,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 
+from helixrt.bench._arguments import add_json, check_least
 from helixrt.bench._figures import write
 from helixrt.bench._sleeping_rank import Round
 from helixrt.bench.adaptation import _ask, _ranks
@@ -77,14 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="ranks sleep so many times what was measured")
     parser.add_argument("--steps", type=int, default=5, help="of each order, in turns; the median counts")
     parser.add_argument("--transport", default="auto", choices=["auto", "tcp", "shared_memory"])
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0. Raises ConfigError for settings that cannot work, before anything is measured."""
-    for key in ("batch", "seq_len", "microbatches", "samples", "steps"):
-        if getattr(args, key) < 1:
-            raise ConfigError(f"--{key.replace('_', '-')}", getattr(args, key), "must be at least 1")
+    check_least(args, batch=1, seq_len=1, microbatches=1, samples=1, steps=1)
     if not args.scale > 0:
         raise ConfigError("--scale", args.scale, "must be above 0")
     most = max(len(PLACEMENTS[name]) for name in args.placements)
@@ -102,12 +100,10 @@ def run(args: argparse.Namespace) -> int:
     with _ranks(STAGES, args.transport) as ranks:
         results = [_measure(ranks, case, args.steps) for case in cases]
     _print(args, costs, results)
-    if args.json is not None:
-        settings = {key: value for key, value in vars(args).items() if key not in ("json", "command", "benchmark")}
-        measured = {name: {"forward": c.forward, "backward": c.backward, "weight": c.weight} for name, c in costs.items()}
-        rows = [{**asdict(r), "predicted": r.gains(r.simulated_ms), "gain": r.gains(r.measured_ms)} for r in results]
-        write(args.json, "uneven", settings, {}, measured_ms=measured, cases=rows)
-        print(f"  written to {args.json}")
+    settings = {key: value for key, value in vars(args).items() if key not in ("json", "command", "benchmark")}
+    measured = {name: {"forward": c.forward, "backward": c.backward, "weight": c.weight} for name, c in costs.items()}
+    rows = [{**asdict(r), "predicted": r.gains(r.simulated_ms), "gain": r.gains(r.measured_ms)} for r in results]
+    write(args.json, "uneven", settings, {}, measured_ms=measured, cases=rows)
     return 0
 
 

@@ -9,24 +9,18 @@
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
-import os
-import socket
-import stat
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from helixrt.collectives.tcp_sockets import Address, held, plain, shut_down, tcp_sockets
 from helixrt.errors import MissingExtra
 from helixrt.private_api import GLOO_EXCHANGE, usable
-
-_DESCRIPTORS = next((d for d in ("/proc/self/fd", "/dev/fd") if os.path.isdir(d)), "")
-
-Address = tuple[str, int]  # of an IP address, as `ipaddress` writes it, and a port
 
 _creating = threading.Lock()  # so that a new listening port is the new device's
 
@@ -39,7 +33,7 @@ class GlooDevice:
     """
 
     def __init__(self, host: str) -> None:
-        own, _ = self.address = _address((host, 0))
+        own, _ = self.address = plain(host, 0)
         self.native: Any = None
         if not _own_device():
             return
@@ -105,12 +99,12 @@ class GlooConnections:
 
     def __init__(self, own: Address, peers: Collection[Address]) -> None:
         self._own, self._peers = own, frozenset(peers)
-        self._others = frozenset(inode for inode, _ in self._dialled())
+        self._others = self._dialled()
         self._dialled_by_gloo: frozenset[int] | None = None  # not known yet
 
     def connected(self) -> None:
         """The group has connected, so what is dialled from now on is not Gloo's."""
-        self._dialled_by_gloo = frozenset(inode for inode, _ in self._dialled()) - self._others
+        self._dialled_by_gloo = self._dialled() - self._others
 
     def shut_down(self) -> int:
         """End them all; returns how many.
@@ -119,13 +113,10 @@ class GlooConnections:
         the stream, fails what is running and closes them itself.
         """
         ended = 0
-        for inode, duplicate in _sockets():
-            try:
-                if self._has(inode, _address(duplicate.getsockname()), _address(duplicate.getpeername())):
-                    duplicate.shutdown(socket.SHUT_RDWR)
-                    ended += 1
-            except OSError:
-                continue  # listening, or gone meanwhile
+        for found in tcp_sockets():
+            if found.remote is not None and self._has(found.inode, found.local, found.remote):
+                with suppress(OSError), held(found) as descriptor:
+                    ended += shut_down(descriptor)
         return ended
 
     def _has(self, inode: int, local: Address, remote: Address) -> bool:
@@ -135,21 +126,9 @@ class GlooConnections:
             return inode in self._dialled_by_gloo
         return inode not in self._others and remote in self._peers
 
-    def _dialled(self) -> Iterator[tuple[int, socket.socket]]:
+    def _dialled(self) -> frozenset[int]:
         """The sockets that are connected to a peer's device, dialled by either end."""
-        for inode, duplicate in _sockets():
-            try:
-                if _address(duplicate.getpeername()) in self._peers:
-                    yield inode, duplicate
-            except OSError:
-                continue
-
-
-def _address(name: Any) -> Address:
-    """Of a socket's name: an IPv4 address that an IPv6 socket shows is the IPv4 address; zones of this host do not count."""
-    found = ipaddress.ip_address(str(name[0]).partition("%")[0])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return str(mapped or found), int(name[1])
+        return frozenset(found.inode for found in tcp_sockets() if found.remote in self._peers)
 
 
 def pack_address(address: Address) -> bytes:
@@ -160,35 +139,9 @@ def pack_address(address: Address) -> bytes:
 def unpack_address(raw: bytes) -> Address:
     """Raises ValueError."""
     host, _, port = raw.decode("ascii").partition(" ")
-    return _address((host, int(port)))
+    return plain(host, int(port))
 
 
 def _listening() -> dict[int, Address]:
     """Inode of a socket that listens -> where."""
-    found: dict[int, Address] = {}
-    for inode, duplicate in _sockets():
-        try:
-            if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found[inode] = _address(duplicate.getsockname())
-        except OSError:
-            continue
-    return found
-
-
-def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """The inode and a duplicate of every TCP socket of this process, one after another, each closed again."""
-    for entry in os.listdir(_DESCRIPTORS) if _DESCRIPTORS else []:
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
-                continue
-            descriptor = os.dup(int(entry))
-        except OSError:
-            continue  # gone meanwhile
-        try:
-            duplicate = socket.socket(fileno=descriptor)
-        except OSError:  # given another meaning meanwhile
-            os.close(descriptor)
-            continue
-        with duplicate:
-            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
-                yield os.fstat(duplicate.fileno()).st_ino, duplicate
+    return {found.inode: found.local for found in tcp_sockets() if found.listens}

@@ -8,6 +8,7 @@ endpoint and a thread of its own, so nothing of an earlier one can reach into it
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import Reach, open_endpoint, towards
 from helixrt.collectives.group_collectives import GroupCollectives
 from helixrt.collectives.operations import Collectives
-from helixrt.collectives.rendezvous import all_connected, in_time, meet, shared_secret
+from helixrt.collectives.rendezvous import agreed_secret, all_connected, meet
 from helixrt.collectives.staging import Staging
 from helixrt.collectives.work import GroupError
 from helixrt.errors import Cause, Retryable
@@ -26,7 +27,7 @@ from helixrt.transport.contract import Endpoint
 from helixrt.transport.monitor import client as monitor
 from helixrt.transport.monitor.client import Monitor
 
-SECRET_VARIABLE = "HELIXRT_SECRET"  # the run's secret; without it the ranks take one from their store
+SECRET_VARIABLE = "HELIXRT_SECRET"  # the run's secret; without it the ranks agree on one
 TRANSPORT_VARIABLE = "HELIXRT_TRANSPORT"  # "auto", "tcp", "shared_memory" or "verbs"; the same on all ranks
 HUGE_PAGES_VARIABLE = "HELIXRT_HUGE_PAGES"  # "1": tensors that are used again and again may get huge pages
 
@@ -41,6 +42,7 @@ class GroupLifecycle(GroupCollectives):
         self._collectives: Collectives | None = None
         self._timeout_s = timeout.total_seconds()
         self._generation = 0
+        self._aborted = threading.Event()  # since the last `_join` began
         self._staging = Staging()
         self._monitor: Monitor | None = None  # kept from one generation's endpoint to the next
 
@@ -51,8 +53,10 @@ class GroupLifecycle(GroupCollectives):
         """
         deadline = deadline or Deadline(self._timeout_s)
         self._leave(Cause("the group is being configured again"))
+        self._aborted.clear()
         try:
-            communicator = Communicator(self._endpoint(store, deadline), self._tuning, name)
+            secret = os.environ.get(SECRET_VARIABLE) or agreed_secret(store, rank, size, deadline, self._aborted.is_set)
+            communicator = Communicator(self._endpoint(store, secret), self._tuning, name)
             if os.environ.get(HUGE_PAGES_VARIABLE) == "1":
                 communicator.use_huge_pages()
             self._collectives = Collectives(communicator, self._staging)
@@ -69,8 +73,7 @@ class GroupLifecycle(GroupCollectives):
             text = f"process group not initialized: timeout after {round(deadline.limit_s * 1000)}ms or earlier: {cause.what}"
             raise GroupError(Cause(text, cause.rank, cause.log)) from error
 
-    def _endpoint(self, store: dist.Store, deadline: Deadline) -> Endpoint:
-        secret = os.environ.get(SECRET_VARIABLE) or in_time(lambda: shared_secret(store), deadline)
+    def _endpoint(self, store: dist.Store, secret: str) -> Endpoint:
         transport = os.environ.get(TRANSPORT_VARIABLE, "auto")
         reach = Reach(transport=transport, heartbeat_s=self._heartbeat_s)
         here = towards(store)
@@ -80,6 +83,7 @@ class GroupLifecycle(GroupCollectives):
         return endpoint
 
     def _leave(self, cause: Cause) -> None:
+        self._aborted.set()
         collectives, self._collectives = self._collectives, None
         if collectives is not None:
             if collectives.communicator.busy:
@@ -90,6 +94,7 @@ class GroupLifecycle(GroupCollectives):
 
     def abort(self, errored: bool = True) -> None:
         """End everything that runs, here and at the peers; every later call fails until the group is configured."""
+        self._aborted.set()
         if self._collectives is not None:
             self._collectives.communicator.abort(Cause("the process group was aborted"))
 

@@ -2,13 +2,12 @@
 
 In: a store prefix that is unique to the generation, and this rank's address. Out: everyone's address, and the
 generation they agree on. The store is trusted as part of the cluster (DESIGN.md, "Security"): a group that was given
-no secret takes one from there. A client of it waits without limit for a server that is stopped or cut off, so everything
-that asks the store goes through `in_time`.
+no secret agrees on one there, which who reads the store does not learn (`group_secret`). A client of it waits without
+limit for a server that is stopped or cut off, so everything that asks the store goes through `in_time`.
 """
 
 from __future__ import annotations
 
-import secrets
 import socket
 import struct
 import threading
@@ -22,7 +21,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from helixrt.collectives.deadline import Deadline
-from helixrt.collectives.lost_hosts import end_when_lost
+from helixrt.collectives.group_secret import GroupSecret
+from helixrt.collectives.lost_hosts import ends_when_lost
 from helixrt.errors import Cause, Retryable
 
 # For a connection to the store. torch first asks for the host name of the store's address, until that has failed once in the
@@ -39,7 +39,7 @@ _POLL_PART = 0.1  # of the time waited so far: how much longer it may take to no
 _LEAST_S = 0.01  # of a store's own limits
 _GRACE_S = 0.25  # for a wait in the store that ends by itself at the deadline, with a better message than a time-out
 _MOST_LOOKS_PER_S = 5000.0  # of all ranks that wait, at the store
-_ADDRESSES = "addresses"
+_ADDRESSES, _SECRETS = "addresses", "secrets"
 _FORGET_S = 1.0
 _GENERATION, _LENGTH = struct.Struct("<q"), struct.Struct("<I")
 
@@ -105,23 +105,29 @@ def forget_addresses(store: dist.Store, rank: int) -> bool:
     would grow with each group. A store that does not answer soon keeps them; False then: ask it by another connection."""
     try:
         if rank == 0:
-            in_time(lambda: store.delete_key(_ADDRESSES), Deadline(_FORGET_S))
+            in_time(lambda: [store.delete_key(key) for key in (_ADDRESSES, _SECRETS)], Deadline(_FORGET_S))
     except (StoreSilent, RuntimeError):  # RuntimeError: torch's errors of a store
         return False
     return True
 
 
 def _gathered(
-    store: dist.Store, rank: int, keys: list[str], together: str, deadline: Deadline, aborted: Callable[[], bool]
+    store: dist.Store,
+    rank: int,
+    keys: list[str],
+    together: str,
+    deadline: Deadline,
+    aborted: Callable[[], bool],
+    joined: Callable[[list[bytes]], list[bytes]] = lambda found: found,
 ) -> list[bytes]:
-    """What stands under `keys`, one of each rank, once all have set theirs. Rank 0 looks at all of them, and puts what it found
-    under the key `together`, the only one that the others look at: so a look costs the store as much as there are ranks, and
-    not the square. The keys of the ranks are deleted then, since a run forms many groups in one store."""
+    """What `joined` makes of what stands under `keys`, one of each rank, once all have set theirs. Rank 0 looks at all of them,
+    and puts it under the key `together`, the only one that the others look at: so a look costs the store as much as there are
+    ranks, and not the square. The keys of the ranks are deleted then, since a run forms many groups in one store."""
     if rank > 0:
         _await(store, [together], keys, deadline, aborted)
         return _parts(bytes(store.get(together)))
     _await(store, keys, keys, deadline, aborted)
-    found = [bytes(value) for value in store.multi_get(keys)]
+    found = joined([bytes(value) for value in store.multi_get(keys)])
     put: Any = store
     put.set(together, b"".join(_LENGTH.pack(len(part)) + part for part in found))
     for key in keys:
@@ -200,9 +206,17 @@ def _missing(store: dist.Store, ranks: list[str], among: range) -> list[int]:
     return _missing(store, ranks, among[:half]) + _missing(store, ranks, among[half:])
 
 
-def shared_secret(store: dist.Store) -> str:
-    """A secret that all ranks of `store` have: the first one to ask makes it."""
-    return bytes(store.compare_set("helix/secret", "", secrets.token_hex(32))).decode()
+def agreed_secret(store: dist.Store, rank: int, size: int, deadline: Deadline, aborted: Callable[[], bool]) -> str:
+    """A secret of the ranks of this generation, before `meet`. Raises as that does."""
+    own = GroupSecret()
+
+    def publish_and_wait() -> str:
+        keys = [f"public/{r}" for r in range(size)]
+        put: Any = store
+        put.set(keys[rank], own.public)
+        return own.opened(rank, _gathered(store, rank, keys, _SECRETS, deadline, aborted, own.sealed))
+
+    return own.opened(0, ()) if size == 1 else in_time(publish_and_wait, deadline, aborted)
 
 
 def store_client(host: str, port: int, timeout_s: float) -> dist.TCPStore:
@@ -222,9 +236,7 @@ def store_client(host: str, port: int, timeout_s: float) -> dist.TCPStore:
                 raise dist.DistNetworkError(f"no connection to {host}:{port}: {error}") from error
             time.sleep(_LOOK_S)
     timeout = timedelta(seconds=max(timeout_s, _LEAST_S))
-    client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    end_when_lost(server)
-    return client
+    return ends_when_lost(server, lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
 
 
 class StoreClients:

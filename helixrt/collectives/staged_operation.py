@@ -49,7 +49,7 @@ class Traffic:
 def traffic(plan: Plan) -> Traffic:
     """Nodes are numbered so that each comes after those with smaller numbers only: the last writer has the last word.
 
-    Two nodes that write the same bytes and are in no order would be an error of the plan (`plan_check`).
+    Two nodes that write the same bytes and are in no order would be an error of the plan (the tests' `plan_check`).
     """
     later: list[tuple[int, int]] = []
     finals: dict[int, list[tuple[int, int]]] = {}

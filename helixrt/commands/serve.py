@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="network interfaces or RDMA devices between replicas, the default first; a|b: a for replica 0, b for replica 1, "
         "in turn; default: the interface that leads to the run's store, and every active RDMA port",
     )
-    add("--restarts", type=int, default=100, help="how often a replica may be started again within an hour")
+    add("--restarts", type=int, default=100, help="how often a replica may be started again without a commit")
     add("--fatal-restarts", type=int, default=2, help="how many of these may follow an exception of one of its processes")
     add("--wait-s", type=float, default=1800.0, help="how long to wait for a replica that is not started, or not started again")
     add(

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.parallel.group import Group
 from helixrt.train.config import ModelConfig
+from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.parallel import ParallelGroups
 
@@ -103,10 +103,6 @@ def _groups(sizes: Sizes, device: torch.device) -> ParallelGroups:
     mesh = init_device_mesh(device.type, tuple(getattr(sizes, axis) for axis in AXES), mesh_dim_names=AXES)
     ep, cp, tp = (Group.of(mesh.get_group(axis)) for axis in AXES)
     return ParallelGroups(tp=tp, sequence=sizes.sequence, cp=cp, ep=ep)
-
-
-def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def of_user(path: str, device: torch.device) -> Subject:

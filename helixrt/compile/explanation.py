@@ -111,7 +111,7 @@ def explained(
     single, woven = peaks(forward, backward, strands.plan)
     reason = ""
     if strands.woven is None:
-        reason = "microbatches=1: nothing to weave with" if options.strands == 2 else "strands=1"
+        reason = "strands=1" if options.strands == 1 else "microbatches=1: nothing to weave with"
     return Explanation(
         state="single strand" if strands.woven is None else "woven",
         reason=reason,

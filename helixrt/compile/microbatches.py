@@ -106,13 +106,15 @@ class Batch:
         return next(found, "")
 
     def kinds(self, *, shapes: bool = True) -> dict[str, str]:
-        """Of a micro-batch's arguments by name: shape (without `shapes` the number of dimensions) and dtype of tensors, the
-        value of constants."""
+        """Of a micro-batch's arguments by name: shape and strides (without `shapes` the number of dimensions) and dtype of
+        tensors, the value of constants."""
         found = {}
         for leaf, value in zip(self.leaves, self._example, strict=True):
             name = leaf.port.name if leaf.port.role is Role.TARGET else f"argument {leaf.port.name}"
             if isinstance(value, torch.Tensor):
-                found[name] = f"{value.dtype}{list(value.shape)}" if shapes else f"{value.dtype} of {value.dim()} dimensions"
+                strides = "" if value.is_contiguous() else f" with strides {list(value.stride())}"
+                what = f"{list(value.shape)}{strides}" if shapes else f" of {value.dim()} dimensions"
+                found[name] = f"{value.dtype}{what}"
             else:
                 found[name] = repr(value)
         return found

@@ -25,7 +25,7 @@ class Keywords(TypedDict, total=False):
 
     loss: Callable[[Any, Any], torch.Tensor] | None
     microbatches: int
-    strands: int
+    strands: int | None
     schedule: str | Schedule
     cuts: Sequence[str] | None
     costs: str | Path
@@ -46,7 +46,8 @@ class Options:
 
     - `loss(output, target)` gives each micro-batch's mean loss; without it the model returns its loss, alone or as the
       `.loss` of its output. `microbatches`: into how many the batch is split.
-    - `strands`: 2 runs the backward of one micro-batch woven with the forward of the next, 1 one after the other.
+    - `strands`: 2 runs the backward of one micro-batch woven with the forward of the next, 1 one after the other. None is 2
+      wherever the order pairs them.
     - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule --help` lists, or a
       `Schedule`; "auto" is 1f1b. `cuts`: the modules that its later chunks begin with, such as `["model.layers.4"]`; None
       balances chunks.
@@ -77,7 +78,7 @@ class Options:
 
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     microbatches: int = 1
-    strands: int = 2
+    strands: int | None = None
     schedule: str | Schedule = "auto"
     cuts: Sequence[str] | None = None
     costs: str | Path = ""
@@ -109,7 +110,7 @@ class Options:
         if self.autocast not in (None, torch.bfloat16):
             raise ConfigError("autocast", self.autocast, "must be torch.bfloat16, or None: others need a gradient scaler")
         for key, value, allowed in (
-            ("strands", self.strands, (1, 2)),
+            ("strands", 2 if self.strands is None else self.strands, (1, 2)),
             ("codegen", self.codegen, CODEGENS),
             ("profile", self.profile, tuple(mode.value for mode in Mode)),
             ("strict", self.strict, (True, False)),

@@ -1,10 +1,10 @@
 """A train step: a batch in, the mean loss out, gradients in `p.grad`.
 
-In: a module and `Options`. The first call with arguments of new shapes (or in another training mode, autocast, dtype or
-device, or with other parameters frozen or tied, other attention kernels allowed, or after a submodule, number, string,
-function, tensor, hook, container or settings object of a module was changed; see `state_key`)
-captures the module, plans and weaves; such graphs are kept, the last used `Options.shapes` of them. What forward does besides
-tensors happens once, at capture: after changing globals and other things that are not the module's, call `forget()`.
+In: a module and `Options`. The first call with arguments of new shapes (or under another autocast, dtype or device, with other
+parameters frozen or tied, other attention kernels allowed: `state_key`), or after a change of any Python value that the
+capture read (an attribute, a global, a variable of a closure, a function, a hook: `guards_private`), captures the module, plans
+and weaves; such graphs are kept, the last used `Options.shapes` of them. What forward does besides tensors happens once, at
+capture.
 
 Out: exactly what a plain loop leaves behind (`plain_loop`): the sum of gradients in the same order, buffers, the state of
 random generators, calls of gradient hooks once per micro-batch. DistributedDataParallel modules may be compiled, before
@@ -18,8 +18,7 @@ import pickle
 import time
 import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,17 +27,20 @@ import torch
 from torch import nn
 
 from helixrt.compile.explanation import Explanation, explained, with_times
+from helixrt.compile.kept_graphs import KeptGraphs
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import Options
 from helixrt.compile.recapture import Together
-from helixrt.compile.state_key import ambient_key, state_key, value_key
+from helixrt.compile.state_key import ambient_key, tensors_key
 from helixrt.errors import ConfigError
 from helixrt.parallel import CONTEXTS
 from helixrt.passes import nodes
+from helixrt.passes.aot_private import location_of
 from helixrt.passes.autocast import autocast_to, without_autocast
-from helixrt.passes.capture import capture
+from helixrt.passes.capture import capture, watched
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.groups import group_name
+from helixrt.passes.guards_private import Guards
 from helixrt.passes.lift import Cast, lift
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.pipeline.data_parallel import DataParallel, Wrapper, data_parallel
@@ -72,7 +74,7 @@ class TrainStep:
 
     def forget(self) -> None:
         """Drop all graphs; the next call captures again."""
-        self.captured: OrderedDict[Hashable, Captured] = OrderedDict()
+        self.captured: KeptGraphs[Captured] = KeptGraphs(self.options.shapes)
         self.latest: Captured | None = None
         self.warned: set[str] = set()
 
@@ -117,18 +119,17 @@ class TrainStep:
         parallel = data_parallel(self.wrapper.of(self.model))
         module = parallel.module
         loss = options.loss if isinstance(options.loss, nn.Module) else None
-        loss_key = value_key(options.loss) if loss is None else state_key(loss)
-        key = (batch.key(), state_key(module), loss_key, ambient_key())
-        found = self.captured.get(key)
+        kept, tensors = self.captured, [tensors_key(each) for each in (module, loss) if each is not None]
+        key = (batch.key(), *tensors, ambient_key())
+        found = kept.find(key)
         if not self.together.same(0 if found is None else found.number) or found is None:
-            found = self.captured[key] = self.capture(module, batch)
-            while len(self.captured) > options.shapes:
-                self.captured.popitem(last=False)
+            found, guards = self.capture(module, batch)
+            kept.keep(key, found, guards)
+            if kept.dropped:
                 self.warn(
                     f"captured more than shapes={options.shapes} kinds of calls, and each takes time; pass what changes from "
                     "step to step as a tensor, not as a number or an attribute of a module, and keep the number of shapes small"
                 )
-        self.captured.move_to_end(key)
         self.latest = found
         if found.strands is None or found.joint is None:
             self.warn(f"trained by a plain loop, without strands: {found.failure}")
@@ -139,27 +140,29 @@ class TrainStep:
         with parameters_stay(gradients):
             return stage.run(batch.inputs, gradients, last=last, input_gradient=batch.add_gradient).mean()
 
-    def capture(self, module: nn.Module, batch: Batch) -> Captured:
-        """Graphs for calls like this one. Raises CaptureError if strict."""
+    def capture(self, module: nn.Module, batch: Batch) -> tuple[Captured, Guards | None]:
+        """Graphs for calls like this one, and what they were captured with. Raises CaptureError if strict."""
         began = time.perf_counter()
         args, kwargs, target = batch.calls[0]
         options = self.options
         try:
+            self.captured.make_room(location_of(module))
             joint = capture(module, args, kwargs, loss=options.loss, target=target)
         except CaptureError as error:
             if options.strict:
                 raise
             # Not the error itself: its traceback and causes hold the frames of the capture, and in them the batch.
             failure = CaptureError(error.where, error.reason, error.remedy)
-            return Captured(None, None, failure, time.perf_counter() - began, number=self.together.captured(()))
+            return Captured(None, None, failure, time.perf_counter() - began, number=self.together.captured(())), None
+        guards = watched(joint, module, options.loss)
         check_loss(joint, options)
-        woven, reason = options.strands if options.microbatches > 1 else 1, ""
+        woven, reason = (options.strands or 2) if options.microbatches > 1 else 1, ""
         if woven == 2 and any(nodes.is_random(node) and nodes.origin(node).backward for node in joint.graph.nodes):
             woven, reason = 1, "the backward draws random numbers, which must come before those of the next forward"
         lifted = lift(joint)
         strands = build(lifted.part, strands=woven, mode=options.profile, codegen=options.codegen)
         number = self.together.captured(group_name(node) for node in joint.graph.nodes if nodes.communicates(node))
-        return Captured(joint, strands, None, time.perf_counter() - began, reason, number, lifted.casts)
+        return Captured(joint, strands, None, time.perf_counter() - began, reason, number, lifted.casts), guards
 
     def warn(self, message: str) -> None:
         """Once for each beginning of a message."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from torch import nn
 
-_OF_FILES = frozenset({"architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version"})
-
 
 @contextmanager
 def for_training(model: nn.Module) -> Iterator[None]:
@@ -46,13 +44,6 @@ def install_hooks(model: nn.Module) -> None:
     for module in model.modules():  # models before those inside of them, which are then done
         if hasattr(module, "config") and recorded.get(module):
             install(module)
-
-
-def file_names_of(config: Any) -> frozenset[str]:
-    """Attributes of a configuration of transformers that `save_pretrained` sets, for readers of files."""
-    transformers = sys.modules.get("transformers")
-    known = transformers is not None and isinstance(config, transformers.PretrainedConfig)
-    return _OF_FILES if known else frozenset()
 
 
 def has_attention_interface(model: Any) -> bool:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from helixrt.compile.fake_model import capture_whole
 from helixrt.errors import ConfigError
 from helixrt.passes.autocast import autocast_to, without_autocast
+from helixrt.passes.capture import watched
 from helixrt.passes.chunk_times import ChunkTimes
 from helixrt.passes.cut import cut
 from helixrt.passes.cut_model import CutModel
@@ -36,11 +37,12 @@ Times = Callable[[Part, Schedule], Mapping[str, ChunkTimes] | None]  # of the un
 
 
 class WholeModel:
-    """`device` is the one that the graphs run on, `autocast` the type that forward and loss run under autocast to (None: they
-    run in the types of parameters and arguments). `times` gives those by which chunks are balanced for a schedule, in place of
-    estimates, where there are any. `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it
-    in the same way: it is given the first units of later chunks. `axes`: over which ranks share the model or a batch. `alike`
-    is given the joint part of each capture, and makes those of such ranks alike."""
+    """`device` is the one that the graphs run on, `watched` what the user changes where `model` is a copy of it, `autocast` the
+    type that forward and loss run under autocast to (None: they run in the types of parameters and arguments). `times` gives
+    those by which chunks are balanced for a schedule, in place of estimates, where there are any. `agreed` makes ranks that
+    hold other parts of the model, and so estimate other times, cut it in the same way: it is given the first units of later
+    chunks. `axes`: over which ranks share the model or a batch. `alike` is given the joint part of each capture, and makes
+    those of such ranks alike."""
 
     def __init__(
         self,
@@ -48,6 +50,8 @@ class WholeModel:
         loss: Any,
         call: Call,
         device: torch.device | str = "cpu",
+        *,
+        watched: nn.Module | None = None,
         autocast: torch.dtype | None = None,
         times: Times | None = None,
         agreed: Agreed = tuple,
@@ -56,6 +60,7 @@ class WholeModel:
         alike: Callable[[Part], Part] = lambda joint: joint,
     ) -> None:
         self.model, self.loss, self.device, self.autocast = model, loss, device, autocast
+        self._watched = model if watched is None else watched
         self._axes, self._alike = axes, alike
         self._times, self._agreed, self._limit_bytes = times, agreed, limit_bytes
         self.args, self.kwargs, self.target = shapes_of(call)
@@ -108,6 +113,7 @@ class WholeModel:
         args, kwargs, target = call
         with without_autocast(), autocast_to(self.autocast, self.device):
             joint = capture_whole(self.model, args, kwargs, loss=self.loss, target=target, device=self.device)
+        watched(joint, self._watched, self.loss, modes=False)
         return seeded(self._alike(joint), self._axes)
 
 

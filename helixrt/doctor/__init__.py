@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module, util
 
@@ -269,11 +269,19 @@ def examine() -> list[Finding]:
         accelerator,
         triton,
         *packages[1:],
-        look_at_ports(),
-        look_at_namespaces(),
-        look_at_rdma(),
-        look_at_lab(),
+        _found("ports", look_at_ports),
+        _found("namespaces", look_at_namespaces),
+        _found("rdma", look_at_rdma),
+        _found("rdma lab", look_at_lab),
     ]
+
+
+def _found(name: str, look: Callable[[], Finding]) -> Finding:
+    """What cannot be examined on this machine is a finding, too."""
+    try:
+        return look()
+    except Exception as failure:
+        return Finding(name, State.WARN, f"cannot be examined: {type(failure).__name__}: {failure}".partition("\n")[0])
 
 
 # ---- printing ----------------------------------------------------------------------------------

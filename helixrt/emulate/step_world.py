@@ -348,8 +348,8 @@ class StepWorld:
                 self.answer(node, p.HoldEnded(), 0.2, 0.5)
             case p.Restart():
                 self.trouble.crash(node)
-            case p.Refuse():
-                raise self.fail(f"replica {node.replica} refuses the run: {action.reason}")
+            case p.Refuse() | p.Differ():
+                raise self.fail(f"replica {node.replica} refuses the run: {action}")
             case p.Rest():
                 self.answer(node, p.Rested(), 0.5, 9.0)
 

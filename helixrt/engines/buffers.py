@@ -15,7 +15,8 @@ Modes are fixed at registration, because the layout of the exchange must be know
 those of buffers that are named; of running statistics of torch's own modules, that of the run; of persistent integers with at
 most `LARGEST_INTEGER` elements the maximum. Any other buffer is constant; one that changes outside the update raises, with its
 name. Changes that count no version (by batch normalization, or through `data`) are found by the values: contributors tell in
-the exchange which constant floating-point buffers have others than they began with.
+the exchange how many elements of constant floating-point buffers are others than at the beginning. One element on one rank is
+left to the digests that replicas compare, where there are several: it may be a memory error.
 """
 
 from __future__ import annotations
@@ -167,10 +168,11 @@ class Buffers:
                 raise MisuseError(without_mode(buffer.name))
         self._check_kinds((*self._running, *self._own))
 
-    def check_values(self, changed: Sequence[float]) -> None:
-        """Raises MisuseError if a constant buffer was changed by what `changed` has given, of one rank or summed."""
+    def check_values(self, changed: Sequence[float], summed: bool = False) -> None:
+        """Raises MisuseError if a constant buffer was changed by what `changed` has given, of one rank or summed over all."""
         for count, buffer in zip(changed[len(self._running) :], self._watched, strict=True):
-            if count > 0:
+            assert buffer.seen is not None
+            if count > (self._replicas > 1 and (summed or buffer.seen.numel() > 1)):
                 raise MisuseError(without_mode(buffer.name))
 
     def _check_kinds(self, buffers: Sequence[_Buffer]) -> None:
@@ -181,12 +183,13 @@ class Buffers:
 
     @torch.no_grad()
     def changed(self, device: torch.device) -> torch.Tensor:
-        """A 1 for each buffer that the batch has changed, else 0 (float64). Values are compared, on the device: batch
-        normalization changes its statistics without counting a version. Their bits are, since NaN is unequal to itself."""
+        """A 1 for each running buffer that the batch has changed, else 0, then how many elements of each constant one are
+        compared and changed (float64). Values are compared, on the device: batch normalization changes its statistics without
+        counting a version. Their bits are, since NaN is unequal to itself."""
         if not self.marks:
             return torch.zeros(0, dtype=torch.float64, device=device)
         marks = [torch.ne(_bits(buffer.current), _bits(buffer.committed)).any() for buffer in self._running]
-        marks += [torch.ne(_seen(b.current), b.seen).any() for b in self._watched if b.seen is not None]
+        marks += [torch.ne(_seen(b.current), b.seen).sum() for b in self._watched if b.seen is not None]
         return torch.stack([mark.to(device, torch.float64) for mark in marks])
 
     @torch.no_grad()
@@ -221,7 +224,7 @@ class Buffers:
     ) -> None:
         """Take the values that the exchange gave: sums over the replicas `summed` of what `write` put in on their ranks. Raises
         MisuseError, on all replicas, if a contributor has changed a constant buffer."""
-        self.check_values(changed)
+        self.check_values(changed, summed=True)
         if self._running:
             self._commit(changed, floats, integers, summed)
 

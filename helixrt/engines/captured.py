@@ -38,13 +38,14 @@ from helixrt.engines.example_batch import ExampleBatch
 from helixrt.engines.first_order import pipeline_schedule, planned_by
 from helixrt.engines.pipeline_parts import Batches
 from helixrt.engines.pipelined import PipelinedModel
-from helixrt.engines.registered import Registered
+from helixrt.engines.registered import Registered, check_renormalized
 from helixrt.engines.staged import StagePlace
 from helixrt.engines.tensor_plan import TensorPlan
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.parallel.group import Group
 from helixrt.passes.agree import agree_on
+from helixrt.passes.aot_private import location_of
 from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.own_values import Axis
@@ -94,6 +95,8 @@ class CapturedModel(PipelinedModel):
                 "before session.parallelize (transformers' from_pretrained gives models in evaluation mode)"
             )
         model = step.model
+        for name, part in model.named_modules():
+            check_renormalized(part, name)
         cp = Group.of(place.mesh.group("cp"))
         self._context = None if cp is None else ContextCut(model, cp, options)
         self._example = self._cut_batch(*shapes_of((example.inputs, dict(example.named), example.target)))
@@ -112,6 +115,7 @@ class CapturedModel(PipelinedModel):
                 options.loss,
                 call,
                 place.device,
+                watched=model,
                 autocast=self._autocast,
                 times=measured,
                 agreed=self._agreed,
@@ -219,6 +223,8 @@ class CapturedModel(PipelinedModel):
                 buffers=buffers,
                 statistics=[name for name, place in everywhere.items() if is_statistic(place.owner, place.key)],
                 shapes=self._options.shapes,
+                where=location_of(self._compiled),
+                copied=self._whole.model is not self._compiled,
                 busy=self._busy,
                 mesh=self.place.mesh,
                 forms=self._forms,
@@ -240,9 +246,8 @@ class CapturedModel(PipelinedModel):
         return holders
 
     def _cut_for(self, batch: Batch, training: bool) -> CutModel:
-        """The model for batches like this one. All stages call it together. Raises MisuseError where it cannot be captured, or
-        uses other tensors than with the example."""
-        self._check_same(training, all=True)
+        """The model for batches like this one, with the Python values of now. All stages call it together. Raises MisuseError
+        where it cannot be captured, or uses other tensors than with the example."""
         what = "in training mode" if training else "in evaluation mode"
         if difference := batch.difference(self._example):
             what += f", with a batch of other shapes than the example's ({difference}),"
@@ -284,14 +289,15 @@ class CapturedModel(PipelinedModel):
         self._check_same(training=False)
         return self._engine.measure_batch(self._batch(inputs, named, target, weight), weight)
 
-    def _check_same(self, training: bool, all: bool = False) -> None:
-        """Raises MisuseError if the model was changed after its capture; `training`: also for its training mode."""
+    def _check_same(self, training: bool) -> None:
+        """Raises MisuseError if a tensor or module of the model is another than at its capture; `training`: also for its
+        training mode. (Other values that changed have it captured again.)"""
         if training and self._watch.mode_changed():
             raise MisuseError(
                 "the training mode of a module was changed (train() or eval()) after session.parallelize, which has captured "
                 "the model in the mode of before: set that again before step.train; model.evaluate(...) needs no eval()"
             )
-        if name := self._watch.changed(all=all):
+        if name := self._watch.changed():
             raise MisuseError(
                 f"{name} was changed after session.parallelize, which has captured the model with what was before: change it "
                 "before that, or give the model what changes as a tensor of the batch"

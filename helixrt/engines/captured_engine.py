@@ -13,7 +13,8 @@ which is handed out last; at commit the sum of gradients is divided by the sum o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.compile.kept_graphs import Graphs, KeptGraphs
 from helixrt.compile.microbatches import Batch
 from helixrt.engines.buffers import Mode as BufferMode
 from helixrt.engines.captured_tensor import GradientForms
@@ -31,10 +33,10 @@ from helixrt.engines.pipeline_parts import BUCKET_BYTES, PipelineParts
 from helixrt.engines.random_state import micro_batch_seed
 from helixrt.engines.registered import Registered, qualified
 from helixrt.engines.replica_mesh import ReplicaMesh
-from helixrt.engines.shape_graphs import ShapeGraphs
 from helixrt.engines.update import ModuleUpdate, Policy
 from helixrt.errors import MisuseError
 from helixrt.passes.cut_model import CutModel, ModelChunk
+from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Port, Role
 from helixrt.passes.profile import Mode
 from helixrt.passes.seeding import seed_of
@@ -63,10 +65,10 @@ _EVALUATION = -1  # in place of a batch's position
 class CapturedParts:
     """`cut` is the whole model's, for batches like `example`; `holders` are modules with the parameters of this stage's chunks
     by number, `lasting` all parameters and buffers that these take in. `cut_for(batch, training)` gives the cut for batches of
-    other shapes, or in evaluation mode, at the same places; `shapes` is for how many shapes graphs are kept. `statistics`:
-    names of running statistics of torch's own modules in the model. `forms`: how gradients lie on the ranks of `mesh` that
-    share the stage. `device`: that of the parameters, which the graphs run on. The other fields are those of
-    `PipelineParts`."""
+    other shapes, or in evaluation mode, at the same places; `shapes` is for how many shapes graphs are kept, `where` the
+    FILE:LINE of the model, `copied` whether a copy of it is captured, which tp or cp ranks have cut. `statistics`: names of
+    running statistics of torch's own modules in the model. `forms`: how gradients lie on the ranks of `mesh` that share the
+    stage. `device`: that of the parameters, which the graphs run on. The other fields are those of `PipelineParts`."""
 
     cut: CutModel
     example: Batch
@@ -88,6 +90,8 @@ class CapturedParts:
     buffers: BufferMode = "mean"
     statistics: Collection[str] = ()
     shapes: int = 8
+    where: str = ""
+    copied: bool = False
     busy: Busy = lambda doing, limit_s: nullcontext()
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
     forms: GradientForms = field(default_factory=GradientForms)
@@ -132,8 +136,9 @@ class CapturedEngine(PipelineEngine):
     def __init__(self, parts: CapturedParts) -> None:
         self._captured_parts = parts
         self._casts = Casts(parts.lasting)
-        self._training = ShapeGraphs(parts.shapes, self._training_graphs)
-        self._evaluations = ShapeGraphs(parts.shapes, self._evaluation_graphs)
+        self._training: KeptGraphs[_Training] = KeptGraphs(parts.shapes)
+        self._evaluations: KeptGraphs[_Evaluation] = KeptGraphs(parts.shapes)
+        self._told = False  # that graphs were dropped
         self._drawn = 0  # of the batch that is worked on
         self._weight = 1.0  # of the batch that was worked on last
         self._totals: Totals | None = None  # of the newest exchange that counted
@@ -171,16 +176,52 @@ class CapturedEngine(PipelineEngine):
     # ---------------------------------------------------------------- graphs
 
     def _captured(self) -> JointStage:
-        return self._training.of(self._captured_parts.example).stage
+        cut = self._captured_parts.cut
+        made = self._graphs_of(cut)
+        self._training.keep(_key(self._captured_parts.example), made, cut.guards)
+        return made.stage
 
-    def _training_graphs(self, batch: Batch) -> _Training:
-        parts = self._captured_parts
-        if not self._training.made:  # the example's
-            return self._graphs_of(parts.cut)
-        with parts.busy("captures the model for batches of other shapes", CAPTURE_S):
-            made = self._graphs_of(parts.cut_for(batch, True))
-            self._prepare_graphs(made.stage, self._program)
-            return made
+    def _chosen(
+        self, kept: KeptGraphs[Graphs], batch: Batch, items: float | None, make: Callable[[CutModel], Graphs]
+    ) -> Graphs:
+        """Graphs for a batch, of those that are kept or made now. Raises MisuseError, on all stages, if they were given batches
+        of different shapes, or weights, or other Python values, and for a value that changes again and again."""
+        parts, training = self._captured_parts, kept is self._training
+        found = kept.find(_key(batch))
+        changed = kept.changed if found is None else ""
+        self._compare(batch, items, changed)
+        if found is not None:
+            return found
+        if changed and kept.in_model and parts.copied:
+            raise MisuseError(
+                f"{changed} was changed after session.parallelize, which has cut the model over tp or cp ranks with what was "
+                "before: change it before that, or give the model what changes as a tensor of the batch"
+            )
+        why = "for batches of other shapes" if training else "in evaluation mode"
+        try:
+            kept.make_room(parts.where)
+        except CaptureError as error:
+            raise MisuseError(f"{error.reason}; {error.remedy}") from None
+        self._tell_dropped(kept.dropped)
+        with parts.busy(f"captures the model {f'after {changed} changed' if changed else why}", CAPTURE_S):
+            cut = parts.cut_for(batch, training)
+            kept.keep(_key(batch), made := make(cut), cut.guards)
+        return made
+
+    def _tell_dropped(self, dropped: int) -> None:
+        if dropped and not self._told:
+            self._told = True
+            most = self._captured_parts.shapes
+            warnings.warn(
+                f"batches had more than shapes={most} shapes, and each takes time to capture, also when it comes again; pad "
+                "batches to a few lengths (bucketing), or raise shapes= of helixrt.compile, which keeps more graphs",
+                stacklevel=2,
+            )
+
+    def _prepared_graphs(self, cut: CutModel) -> _Training:
+        made = self._graphs_of(cut)
+        self._prepare_graphs(made.stage, self._program)
+        return made
 
     def _graphs_of(self, cut: CutModel) -> _Training:
         parts = self._captured_parts
@@ -188,13 +229,10 @@ class CapturedEngine(PipelineEngine):
         stage = CapturedStage(parts.chunks(cut), self._casts, mode=parts.profile, group=group, pieces=pieces)
         return _Training(stage, boundaries(cut))
 
-    def _evaluation_graphs(self, batch: Batch) -> _Evaluation:
-        parts = self._captured_parts
-        with parts.busy("captures the model in evaluation mode", CAPTURE_S):
-            cut = parts.cut_for(batch, False)
-            stage = EvaluationStage(parts.chunks(cut), self._casts)
-            executor = Executor(stage, self._channels, boundaries(cut), self.record, device=self.device)
-            return _Evaluation(stage, executor)
+    def _evaluation_graphs(self, cut: CutModel) -> _Evaluation:
+        stage = EvaluationStage(self._captured_parts.chunks(cut), self._casts)
+        executor = Executor(stage, self._channels, boundaries(cut), self.record, device=self.device)
+        return _Evaluation(stage, executor)
 
     # ---------------------------------------------------------------- a step
 
@@ -236,8 +274,7 @@ class CapturedEngine(PipelineEngine):
         that is none, a batch that the model cannot be captured with, and where stages were given different batches."""
         items = _items(weight)
         self.adding = self.stages > 1
-        self._compare(batch, items)
-        made = self._training.of(batch)
+        made = self._chosen(self._training, batch, items, self._prepared_graphs)
         if self._graphs is not made.stage:
             self._prepare_graphs(made.stage, self._program)  # of a schedule that is newer than the graphs
             self._graphs = self._executor.stage = made.stage
@@ -255,15 +292,14 @@ class CapturedEngine(PipelineEngine):
         self.check_copies()
         items = _items(weight)
         self._passes += 1
-        self._compare(batch, items)
-        made = self._evaluations.of(batch)
+        made = self._chosen(self._evaluations, batch, items, self._evaluation_graphs)
         self._begin(made.stage.inputs, batch.inputs, micro_batch_seed(self._seed, 0, 0, _EVALUATION))
         microbatches = self._microbatches(batch, self._evaluation.schedule.microbatches)
         return self._forward_pass(made.executor, self._evaluation, microbatches, None, items=items)
 
-    def _compare(self, batch: Batch, items: float | None) -> None:
-        """Raises MisuseError, on all stages, if they were given batches of different shapes, or weights."""
+    def _compare(self, batch: Batch, items: float | None, changed: str) -> None:
         said = [f"{name} is {kind}" for name, kind in batch.kinds().items()] + [f"weight is {items}"]
+        said += [f"{changed} has changed"] if changed else []
         number = float(int.from_bytes(hashlib.sha256("; ".join(said).encode()).digest()[:6], "big"))
         told = gather(self._channels, self.stage, self.stages, self.generation, self._passes, number, Lane.BATCH)
         if other := [stage for stage, each in enumerate(told) if each != number]:
@@ -305,6 +341,10 @@ class CapturedEngine(PipelineEngine):
     def load(self, state: State) -> None:
         super().load(state)
         self._casts.forget()
+
+
+def _key(batch: Batch) -> Hashable:
+    return tuple(batch.kinds().items())
 
 
 def _items(weight: float | torch.Tensor | None) -> float | None:

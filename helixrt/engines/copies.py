@@ -6,8 +6,8 @@ that names the first entry that differs, and two ranks.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from helixrt.engines.replicated_state import ReplicatedState
 from helixrt.engines.sharded import local
 from helixrt.errors import Fatal
 from helixrt.replica.contracts import Scalar
+from helixrt.replica.state_digest import Sums
 
 _OTHERS = ("extra/", "dtensor/")  # what a user's own object holds may be parts
 _REMEDY = (
@@ -61,7 +62,7 @@ class Copies:
         counts = [int(count) for count in self._group.gather(torch.tensor([len(held)], device=device))]
         if len(set(counts)) > 1:
             raise Fatal(f"ranks of this replica hold {counts} entries of the state; they must hold the same: {remedy}")
-        mine = torch.tensor([_digest(entry.value) for entry in held], dtype=torch.int64, device=device)
+        mine = _digests((entry.value for entry in held), device)
         table = torch.stack(self._group.gather(mine)).cpu()
         for entry, values in zip(held, table.T.tolist(), strict=True):
             if found := self.unequal(values, entry.cut):
@@ -85,9 +86,13 @@ class Copies:
         return "rank " + ", ".join(f"{axis} {number}" for axis, number in self._places[rank].items())
 
 
-def _digest(value: torch.Tensor | Scalar) -> int:
-    if isinstance(value, torch.Tensor):
-        raw = local(value.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    else:
-        raw = json.dumps(value).encode()
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)
+def _digests(values: Iterable[torch.Tensor | Scalar], device: str) -> torch.Tensor:
+    """int64 [values] on this device; sums where the tensors are (`state_digest`)."""
+    sums, found = Sums(), list[torch.Tensor]()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            part = local(value.detach())
+            found.append(sums.of(part, 0, part.numel() * part.element_size()).to(device, non_blocking=True))
+        else:
+            found.append(torch.tensor(zlib.crc32(json.dumps(value).encode()), device=device))
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)

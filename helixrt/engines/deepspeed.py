@@ -28,12 +28,13 @@ from helixrt.engines.deepspeed_private import partitions_of
 from helixrt.engines.deepspeed_state import DeepSpeedState
 from helixrt.engines.evaluating import evaluating
 from helixrt.engines.exchange_book import ExchangeBook, check_weight
+from helixrt.engines.first_step import growth_of
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
 from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
 from helixrt.engines.stream_marks import StreamMarks, marks_for
-from helixrt.engines.update import ModuleUpdate, Policy, StepGuard, UpdateFunction
+from helixrt.engines.update import ModuleUpdate, Policy, StepGuard, UpdateFunction, first_rate
 from helixrt.errors import MisuseError
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import Engine, State, Update, WorkResult
@@ -173,7 +174,7 @@ class DeepSpeedEngine(Engine):
         self._buffers.commit(totals.changed, totals.floats, totals.integers, record.summed)
         self._partitions.install(self._flats)
         factor = self.policy.factor(len(record.summed), self._replicas)
-        rate = self._partitions.optimizer.param_groups[0].get("lr", 0.0) * factor
+        rate = first_rate({"0": self._partitions.optimizer}, factor)
         self.engine.set_gradient_accumulation_boundary(True)
         with self._guard.update(factor):
             self._step()
@@ -194,6 +195,10 @@ class DeepSpeedEngine(Engine):
 
     def state(self) -> State:
         return self._state.read()
+
+    def state_growth(self) -> int:
+        with self._partitions.groups() as optimizer:
+            return growth_of([optimizer])
 
     def portions(self) -> Mapping[str, Portion]:
         return self._state.portions(self._group.rank)

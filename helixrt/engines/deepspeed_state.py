@@ -24,7 +24,7 @@ from helixrt.errors import Fatal
 from helixrt.replica.contracts import Scalar, State
 from helixrt.replica.portions import MODEL, NOT_PERSISTENT, Portion
 
-_OPTIMIZER, _SCHEDULER, _ENGINE = "optimizer/0", "scheduler/0", "engine"
+_OPTIMIZER, _SCHEDULER, ENGINE = "optimizer/0", "scheduler/0", "engine"
 _TENSORS = ("parameter/", "running_buffer/", "buffer/", "master/")  # whose names do not change
 
 
@@ -43,7 +43,7 @@ class DeepSpeedState:
             flatten(_OPTIMIZER, read_optimizer(optimizer, self._names, _OPTIMIZER), tensors, scalars)
         if self._scheduler is not None:
             flatten(_SCHEDULER, self._scheduler.state_dict(), tensors, scalars)
-        flatten(_ENGINE, self._partitions.counters(), tensors, scalars)
+        flatten(ENGINE, self._partitions.counters(), tensors, scalars)
         return State(tensors, scalars)
 
     def portions(self, rank: int) -> dict[str, Portion]:
@@ -66,9 +66,9 @@ class DeepSpeedState:
         entries = [*state.tensors.items(), *state.scalars.items()]
         tree = Tree((name, value) for name, value in entries if not name.startswith(_TENSORS))
         optimizer_state, scheduler_state = tree.under(_OPTIMIZER), tree.under(_SCHEDULER)
-        counters = tree.under(_ENGINE) or {}
+        counters = tree.under(ENGINE) or {}
         if missing := self._partitions.counters().keys() - counters.keys():
-            raise Fatal(f"the state to load lacks {_ENGINE}/{min(missing)}")
+            raise Fatal(f"the state to load lacks {ENGINE}/{min(missing)}")
         if self._scheduler is not None and scheduler_state is None:
             raise Fatal(f"the state to load lacks {_SCHEDULER}")
         with self._partitions.groups() as optimizer:

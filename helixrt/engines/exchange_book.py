@@ -26,10 +26,10 @@ _HEAD = 3
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over contributors: `weight` on the host; `loss` is the mean over all items, a float64 scalar tensor."""
+    """Sums over contributors; `loss` is the mean over all items."""
 
     weight: float
-    loss: torch.Tensor
+    loss: float
     present: tuple[bool, ...]
     changed: tuple[float, ...]
     floats: torch.Tensor
@@ -149,14 +149,9 @@ class ExchangeBook:
         """Sums of `tensors` over contributors; reads the head on the host."""
         book = sums[0]
         head = self.finite_part(0, book).tolist()
-        known = head[0] and not head[2]
-        if book.is_cpu:
-            loss = torch.scalar_tensor(head[1] / head[0] if known else math.nan, dtype=torch.float64)
-        else:
-            loss = book[1] / head[0] if known else torch.full_like(book[1], math.nan)
         return Totals(
             weight=head[0],
-            loss=loss,
+            loss=head[1] / head[0] if head[0] and not head[2] else math.nan,
             present=tuple([mark > 0 for mark in head[_HEAD : _HEAD + self._parameters]]),
             changed=tuple(head[_HEAD + self._parameters :]),
             floats=book[self._room :],

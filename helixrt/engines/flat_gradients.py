@@ -2,8 +2,8 @@
 
 In: named parameters. Out: flat tensors, one sequence per dtype and device, cut into buckets in parameter order, of which
 every `p.grad` becomes a view with a batch's first backward; and a call for each bucket once the gradients in it are final.
-Of a DTensor parameter this is the rank's local part; `p.grad` is a DTensor over the view. Parameters that tp ranks hold whole
-have buckets of their own, which are summed over these ranks before they are handed out, and are handed out last.
+Of a DTensor parameter this is the rank's local part; `p.grad` is a DTensor over the view. Parameters that tp or dp_shard ranks
+hold whole have buckets of their own, which are summed over these ranks before they are handed out, and are handed out last.
 
 A post-accumulate-gradient hook per parameter does this. It never blocks, communicates or raises: what it finds wrong is kept
 and raised by `check`. In the last backward of a batch a gradient is final when its hook has run; those that no backward has
@@ -14,13 +14,14 @@ backward is found, and is reported with the parameter's name.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from helixrt.engines.sharded import is_sharded, local, over, version, versions
+from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.sharded import is_scalar, is_sharded, local, over, version, versions
 from helixrt.engines.stream_marks import HostMarks, StreamMarks
 from helixrt.engines.tensor_gradients import TensorGradients
 from helixrt.errors import MisuseError
@@ -38,19 +39,27 @@ class FlatGradients:
     """
 
     def __init__(
-        self, named: Named, bucket_bytes: int, marks: StreamMarks, tensor: TensorGradients | None = None, sharded: bool = False
+        self,
+        named: Named,
+        bucket_bytes: int,
+        marks: StreamMarks,
+        tensor: TensorGradients | None = None,
+        group: InnerGroup | None = None,
     ) -> None:
-        """`tensor`: what is summed over tp ranks; `sharded`: FSDP2 gives the gradients of DTensors, in their placements."""
+        """`tensor`: what is summed over tp ranks; `group`: the ranks over which FSDP2 sums the gradients of DTensors, and gives
+        them in their placements; the others are summed here."""
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         parts = [(name, local(parameter)) for name, parameter in named]
-        self._tensor = tensor
+        self._tensor, self._group = tensor, group
         whole = [False] * len(parts) if tensor is None else tensor.whole
-        slots, shapes = _lay_out(parts, bucket_bytes, whole)
+        scalar = [group is not None and is_scalar(parameter) for parameter in self.parameters]
+        slots, shapes = _lay_out(parts, bucket_bytes, list(zip(scalar, whole, strict=True)))
         self._bucket_of, self._starts = [slot.bucket for slot in slots], [slot.start for slot in slots]
         self._summed = {bucket for bucket, there in zip(self._bucket_of, whole, strict=True) if there}
+        self._summed_last = {bucket for bucket, there in zip(self._bucket_of, scalar, strict=True) if there}
         # DTensors whose gradient autograd accumulates: in a placement that may be another than theirs, so it is added here
-        self._added = {i for i, p in enumerate(self.parameters) if tensor is not None and not sharded and is_sharded(p)}
+        self._added = {i for i, p in enumerate(self.parameters) if tensor is not None and group is None and is_sharded(p)}
         self.flat = [torch.zeros(max(1, size), dtype=dtype, device=device) for size, dtype, device in shapes]
         # `data` has a version counter of its own, and so has each view of it; the local part of a DTensor shares its view's.
         self.views = [_like(p, self.flat[s.bucket].data, s.start) for (_, p), s in zip(parts, slots, strict=True)]
@@ -60,6 +69,7 @@ class FlatGradients:
         self._on_bucket: Callable[[int], None] = lambda bucket: None
         self._working = self._backward = self._last = self._own = False
         self._reached: set[int] = set()  # parameters with a gradient of the newest backward
+        self._several: Collection[int] = ()  # ids of parameters of which it may give several
         self._fault = ""  # the first thing a hook found wrong
         self.present = [False] * len(self.parameters)  # has a gradient in this batch
         self._final = [False] * len(self.parameters)
@@ -89,18 +99,24 @@ class FlatGradients:
                 self._tensor.begin()
 
     @property
+    def expects(self) -> bool:
+        """Between `before_backward` and `after_backward`."""
+        return self._backward
+
+    @property
     def reached(self) -> bool:
         """The newest backward has given a gradient."""
         return bool(self._reached)
 
-    def before_backward(self, last: bool, own: bool = False) -> None:
-        """A backward begins; `last`: gradients that it gives are final. `own`: the user calls it, once, at some later time."""
+    def before_backward(self, last: bool, own: bool = False, several: Collection[int] = ()) -> None:
+        """A backward begins; `last`: gradients that it gives are final, those of parameters `several` (ids) once it has ended.
+        `own`: the user calls it, once, at some later time."""
         if not self._working:
             raise MisuseError("backward was called outside a step; call it once per micro-batch, before the step's commit")
         if self._last:
             raise MisuseError("backward was called after the step's last micro-batch, whose gradients are being exchanged")
         self.check()
-        self._backward, self._last, self._own = True, last, own
+        self._backward, self._last, self._own, self._several = True, last, own, several
         self._reached.clear()
         for index in self._added:
             self.parameters[index].grad = None
@@ -113,7 +129,7 @@ class FlatGradients:
 
     def end(self) -> None:
         """All backwards are done: gradients that none has given are zero, and final. Every bucket is handed out on return.
-        Raises Retryable if a tp rank is lost."""
+        Raises Retryable if a rank of the replica is lost."""
         if not self._last:
             raise MisuseError("the step ends without a backward of its last micro-batch; call step.backward(loss) for each")
         self.check()
@@ -222,7 +238,7 @@ class FlatGradients:
                 self._reached.add(index)
                 if not on_host:
                     wrote(bucket, device)
-                if self._last:
+                if self._last and id(parameter) not in self._several:
                     with self._lock:
                         self._finish(index)
 
@@ -231,7 +247,11 @@ class FlatGradients:
     def _outside(self, index: int) -> str:
         if self._own:
             return f"a backward after optimizer.step() reached {self.names[index]}; call it before, once in each micro-batch"
-        return f"a backward outside step.backward(loss) reached {self.names[index]}; do not call loss.backward()"
+        more = ", nor torch.autograd.grad through the model: with dp_shard, gradients are summed in every backward"
+        return (
+            f"a backward outside step.backward(loss) reached {self.names[index]}; do not call loss.backward()"
+            f"{'' if self._group is None else more}"
+        )
 
     def _found(self, fault: str) -> None:
         self._fault = self._fault or fault
@@ -260,17 +280,25 @@ class FlatGradients:
                 if not self._tensor.finished(bucket, wait):
                     return
                 self._marks.wrote(bucket, self.flat[bucket].device)
+            if self._group is not None and bucket in self._summed_last:
+                if not wait:  # no collective in backward, where FSDP2 has its own
+                    return
+                self._marks.handed_out(bucket)
+                self._marks.wait(bucket)
+                self.flat[bucket].copy_(self._group.sum(self.flat[bucket]))
+                self._marks.wrote(bucket, self.flat[bucket].device)
             self._next -= 1
             self._marks.handed_out(bucket)
             self._on_bucket(bucket)
 
 
 def _lay_out(
-    named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int, whole: Sequence[bool]
+    named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int, whole: Sequence[tuple[bool, bool]]
 ) -> tuple[list[Slot], list[tuple[int, torch.dtype, torch.device]]]:
-    """A slot for each parameter, and (elements, dtype, device) of each bucket: first the buckets of parameters that tp ranks
-    hold whole, which have no others, then the rest, in the order of their first parameters."""
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    """A slot for each parameter, and (elements, dtype, device) of each bucket: first the buckets of parameters that
+    dp_shard ranks hold whole, which have no others, then those that tp ranks do, then the rest, in the order of their first
+    parameters. `whole`: over dp_shard, over tp."""
+    kinds: dict[tuple[torch.dtype, torch.device, tuple[bool, bool]], list[int]] = {}
     for index, (_, parameter) in enumerate(named):
         kinds.setdefault((parameter.dtype, parameter.device, whole[index]), []).append(index)
     found: list[tuple[int, int, torch.dtype, torch.device, list[tuple[int, Slot]]]] = []  # first parameter, …
@@ -279,7 +307,7 @@ def _lay_out(
         for bucket, size in enumerate(sizes):
             inside = [(index, slot) for index, slot in zip(members, slots, strict=True) if slot.bucket == bucket]
             found.append((inside[0][0], size, dtype, device, inside))
-    found.sort(key=lambda each: (not whole[each[0]], each[0]))
+    found.sort(key=lambda each: ([not there for there in whole[each[0]]], each[0]))
     placed: dict[int, Slot] = {}
     for number, (_, _, _, _, inside) in enumerate(found):
         placed |= {index: Slot(slot.name, number, slot.start, slot.shape) for index, slot in inside}

@@ -18,18 +18,22 @@ On the device there are at most two gradient-sized sets: the local one, of which
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from helixrt.engines.autocast import ForwardAutocast, outside_autocast
 from helixrt.engines.buffers import Buffers, Mode
-from helixrt.engines.evaluating import evaluating
+from helixrt.engines.evaluating import averaged_weights, averaging, evaluating
 from helixrt.engines.exchange_book import ExchangeBook, check_weight
+from helixrt.engines.first_step import growth_of
 from helixrt.engines.flat_gradients import FlatGradients
-from helixrt.engines.graph_leaves import check_leaves, described, is_looked_at, with_gradient
+from helixrt.engines.graph_leaves import LeafCheck, described, with_gradient
 from helixrt.engines.hyperparameters import Hyperparameters
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
@@ -38,12 +42,21 @@ from helixrt.engines.random_state import random_states, set_random_state
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
-from helixrt.engines.sharded import ShardedModels, is_sharded
+from helixrt.engines.sharded import ShardedModels, check_updates, is_scalar, is_sharded
 from helixrt.engines.stream_marks import StreamMarks, marks_for
 from helixrt.engines.tensor_copies import check_copies, check_tensor
 from helixrt.engines.tensor_gradients import TensorGradients, TensorRanks
 from helixrt.engines.unchanged import Unchanged
-from helixrt.engines.update import ModuleUpdate, Policy, StepGuard, UpdateFunction, default_update, gradient_norm
+from helixrt.engines.update import (
+    ModuleUpdate,
+    Policy,
+    StepGuard,
+    UpdateFunction,
+    UpdateRecord,
+    default_update,
+    first_rate,
+    gradient_norm,
+)
 from helixrt.errors import MisuseError
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import Engine, State, Update, WorkResult
@@ -83,6 +96,10 @@ class ModuleEngine(Engine):
     ) -> None:
         registered.check()
         self.registered, self.policy = registered, policy or Policy()
+        self.policy.check(registered.optimizers)
+        self._averaging = averaging(registered)
+        for optimizer in self._averaging:
+            optimizer.train()
         self.replica, self.replicas, self._seed = replica, replicas, seed
         trained = [(name, parameter) for name, parameter in registered.parameters() if parameter.requires_grad]
         if not trained:
@@ -96,26 +113,28 @@ class ModuleEngine(Engine):
         self._tensor = tensor
         if tensor is not None:
             check_tensor(registered, tensor, group is not None)
+        elif group is not None:
+            check_updates(registered)
         self._parameters = [parameter for _, parameter in trained]
         self._known = [parameter for _, parameter in registered.parameters()]
         self._device = self._parameters[0].device
         self._compute_dtype = torch.float32 if group is not None else compute_dtype  # FSDP2 has its own mixed precision
         self._marks = marks or marks_for({parameter.device for parameter in self._parameters})
         sums = None if tensor is None else TensorGradients(trained, tensor)
-        self._gradients = FlatGradients(trained, bucket_bytes, self._marks, sums, group is not None)
+        self._gradients = FlatGradients(trained, bucket_bytes, self._marks, sums, group)
         self._buffers = Buffers(registered, buffers, replica, replicas, 1 if group is None else group.size)
         self.per_replica = self._buffers.per_replica
         self._book = ExchangeBook(len(trained), self._buffers, self._device, group)
         self._buckets = [*self._book.tensors, *self._gradients.flat]
         self._state = ReplicatedState(registered, self._buffers)
         self._state.read()  # what cannot be stored is found before the first step
-        self._unchanged = Unchanged(registered, self._buffers.constant)
+        self._unchanged = Unchanged(registered, self._buffers.constant, alone=replicas == 1)
         self._hyperparameters = Hyperparameters(registered)
         self._guard = StepGuard(registered.optimizers, self._known)
         self._update: UpdateFunction | None = None
         self._update_checked = False
         self._watched = 0  # updates
-        self._backwards = 0  # of losses that were given
+        self._leaves = LeafCheck(self._known, self._unchanged.check, None if self._sharded is None else self._sharded.whole)
         self._outside: dict[int, torch.nn.Parameter] | None = None  # had a gradient before the user's own first backward
         self._used = False  # a batch has given a registered parameter a gradient
         self._autocast = ForwardAutocast(self._device, self._compute_dtype)
@@ -155,16 +174,20 @@ class ModuleEngine(Engine):
         """The number of a bucket's marks: flat gradient sets count from 0, as in `FlatGradients`, the book before them."""
         return index - len(self._book.tensors)
 
-    def begin(self, on_bucket: Callable[[int], None]) -> None:
-        self._autocast.end()  # of a batch that was dropped
+    def leave_batch(self) -> None:
+        self._autocast.end()
         self._reshard()
         if self._failed:
             raise MisuseError("an update has failed; the state is undefined until one is loaded")
+        self._unchanged.check_versions()
+        self._buffers.check()
+
+    def begin(self, on_bucket: Callable[[int], None]) -> None:
+        self.leave_batch()
         if not self._update_checked:
             if self._update is None:
                 self.registered.check_update_is_complete()
             self._update_checked = True
-        self._unchanged.check_versions()
         self._checked = False
         self._buffers.begin()
         if self._sharded is not None:
@@ -174,6 +197,17 @@ class ModuleEngine(Engine):
         self._gradients.begin(lambda bucket: on_bucket(bucket + offset))
         self._book.begin()
         self._autocast.begin()
+
+    def freeze(self, things: Iterable[nn.Module | nn.Parameter]) -> None:
+        """Do not train these in the batch that has begun: it gives them no gradients. Raises MisuseError for what is not
+        registered, and in a replica of several ranks."""
+        if self._group is not None or self._tensor is not None:
+            rule = "in a function registered as the session's update set gradients to None instead"
+            raise MisuseError(f"session.freeze is for replicas of one rank; {rule}")
+        found = {id(p) for thing in things for p in (thing.parameters() if isinstance(thing, nn.Module) else [thing])}
+        if not found <= {id(parameter) for parameter in self._known}:
+            raise MisuseError("the function of session.freeze returned something that no registered model has as a parameter")
+        self._unchanged.freeze(found)
 
     def seed(self, position: int) -> None:
         """Set the random state for the micro-batch at this position of this rank's stream."""
@@ -186,33 +220,20 @@ class ModuleEngine(Engine):
         """
         check_loss(loss)
         check_weight(weight)
-        self._check_leaves(loss)
-        self._gradients.before_backward(last)
-        self.adding = True
-        self._book.add(loss, weight)
-        scaler = self.registered.scaler
-        if self._compute_dtype is torch.float32:
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        else:
-            with torch.autocast(self._device.type, enabled=False):
+        with self._leaves.backward(get_gradient_edge(loss).node):
+            several = () if self._sharded is None else self._sharded.before_backward()
+            self._gradients.before_backward(last, several=several)
+            self.adding = True
+            self._book.add(loss, weight)
+            scaler = self.registered.scaler
+            if self._compute_dtype is torch.float32:
                 (loss if scaler is None else scaler.scale(loss)).backward()
+            else:
+                with torch.autocast(self._device.type, enabled=False):
+                    (loss if scaler is None else scaler.scale(loss)).backward()
         self._gradients.after_backward()
         if self._compute_dtype is not torch.float32:
             torch.clear_autocast_cache()  # the next micro-batch casts parameters again, as a loop with one context each does
-
-    def _check_leaves(self, loss: torch.Tensor) -> None:
-        """Raises MisuseError for a parameter that is trained and not registered."""
-        self._backwards += 1
-        if not is_looked_at(self._backwards):
-            return
-        whole = () if self._sharded is None else self._sharded.whole()
-        if whole is not None:
-            try:
-                check_leaves(loss, [*self._known, *whole])
-            except MisuseError:
-                if self._sharded is None:  # else gathered parameters stand in the modules now
-                    self._unchanged.check()  # one that took the place of a registered one has a message of its own
-                raise
 
     def expect_backward(self, *, last: bool = False) -> None:
         """One call of `loss.backward()` by the user follows; its gradients count 1 and its loss is not known. `last` as for
@@ -231,6 +252,17 @@ class ModuleEngine(Engine):
         if self._compute_dtype is not torch.float32:
             torch.clear_autocast_cache()
         return True
+
+    def skip(self, *, last: bool = False) -> None:
+        """The next micro-batch, or the one whose backward is expected, counts nothing. All ranks of the replica skip it."""
+        if not self._gradients.expects:
+            self._gradients.before_backward(last)
+        elif self._gradients.reached:
+            raise MisuseError("a micro-batch was skipped after its backward; skip it before")
+        if self._sharded is not None:
+            self._sharded.before_backward()  # what its forward computed has none
+        self._gradients.after_backward()
+        self._book.add(torch.zeros((), device=self._device), 0.0)
 
     def trained_outside(self) -> str:
         """A parameter that is not registered and has got a gradient since the first `expect_backward`, or ""."""
@@ -272,7 +304,8 @@ class ModuleEngine(Engine):
         """Which parameters this rank's backwards used. FSDP2 reduces zeros of the others, so all have a gradient then."""
         if self._sharded is None:
             return self._gradients.present
-        return [self._sharded.used(parameter) for parameter in self._parameters]
+        reached = zip(self._parameters, self._gradients.present, strict=True)
+        return [there if is_scalar(parameter) else self._sharded.used(parameter) for parameter, there in reached]
 
     def _reshard(self) -> None:
         if self._sharded is not None:
@@ -308,7 +341,7 @@ class ModuleEngine(Engine):
 
     def _run_update(self, record: CommitRecord, totals: Any) -> Update | None:
         factor = self.policy.factor(len(record.summed), self.replicas) if record.applied else 1.0
-        rate = self._rate(factor)
+        rate = first_rate(self.registered.optimizers, factor)
         states = random_states() if self._watched < _WATCHED else None
         with self._guard.update(factor):
             if self._update is None:
@@ -316,7 +349,7 @@ class ModuleEngine(Engine):
                 norm = default_update(self.registered, self._parameters, record, self._group, self._tensor, overflowed)
             else:
                 norm = gradient_norm(self._parameters, self.registered.scaler, self._group, self._tensor)
-                self._update(record)
+                self._update(UpdateRecord.of(record, totals.loss if record.applied else math.nan))
         if states is not None:
             self._watched += 1
             if random_states()[: len(states)] != states:
@@ -328,21 +361,22 @@ class ModuleEngine(Engine):
             return None
         return ModuleUpdate(norm, rate, totals.loss, totals.weight)
 
-    def _rate(self, factor: float) -> float | torch.Tensor:
-        """Of the first group, as the update will use it."""
-        for optimizer in self.registered.optimizers.values():
-            rate = optimizer.param_groups[0].get("lr", 0.0)
-            return rate * factor
-        return 0.0
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation of the user's, between two steps."""
-        return evaluating(self.registered, self._buffers)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation of the user's, between two steps. Optimizers that average the weights have put these into the
+        parameters."""
+        self._reshard()
+        averaged = averaged_weights(self._averaging)
+        with self._unchanged.apart(self._averaging), averaged, evaluating(self.registered, self._buffers):
+            yield
 
     # ---------------------------------------------------------------- state
 
     def state(self) -> State:
         return self._state.read()
+
+    def state_growth(self) -> int:
+        return growth_of(self.registered.optimizers.values())
 
     def portions(self) -> Mapping[str, Portion]:
         dp, tp = self._group, None if self._tensor is None else self._tensor.group

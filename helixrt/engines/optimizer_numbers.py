@@ -3,10 +3,12 @@ and a resumed run, would not have them.
 
 In: the registered optimizers, around each update. Out: a MisuseError that names the attribute. A number counts as kept if an
 entry of the optimizer's own `state_dict` (of a class that has one of its own) has had its value after each update looked at.
+Larger tensors may be scratch memory, which is no state: a line names them.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,9 +18,11 @@ from torch.optim import Optimizer
 
 from helixrt.engines.graph_leaves import is_looked_at
 from helixrt.engines.optimizer_state import has_own_state, own_entries
+from helixrt.engines.sharded import local, stands_for_others
 from helixrt.errors import MisuseError
 
 _OWN = ("state", "param_groups", "defaults")
+_log = logging.getLogger(__name__)
 
 
 class OptimizerNumbers:
@@ -29,12 +33,15 @@ class OptimizerNumbers:
         self._updates = 0  # with a step
         self._before: dict[str, dict[str, float]] | None = None
         self._kept: dict[tuple[str, str], set[str]] = {}  # by optimizer and attribute: the entries that may hold it
+        self._tensors: dict[str, dict[str, tuple[float, float]]] = {}
+        self._told = set[str]()  # optimizers of which a tensor was named
         self.stepped = False
 
     def begin(self) -> None:
         self.stepped, self._before = False, None
         if is_looked_at(self._updates + 1):
             self._before = {key: dict(_attributes(optimizer)) for key, optimizer in self._optimizers.items()}
+            self._tensors = {key: dict(_tensors(optimizer)) for key, optimizer in self._optimizers.items()}
 
     def end(self) -> None:
         """Raises MisuseError for a number that is not kept."""
@@ -46,6 +53,14 @@ class OptimizerNumbers:
                 was = numbers.get(name, value)
                 if value != was and not (math.isnan(value) and math.isnan(was)):
                     self._check(key, optimizer, name, numbers[name], value)
+            changed = [name for name, sums in _tensors(optimizer) if sums != self._tensors[key].get(name, sums)]
+            if changed and key not in self._told:
+                self._told.add(key)
+                _log.warning(
+                    "optimizer %s: its step() changes the tensor %s.%s, which state_dict() does not hold: if the next step "
+                    "reads it, replicas differ after a restart, and a resumed run goes on without it; keep it in state",
+                    *(key, type(optimizer).__name__, changed[0]),
+                )
 
     def _check(self, key: str, optimizer: Optimizer, name: str, was: float, value: float) -> None:
         held = set[str]()
@@ -66,6 +81,32 @@ def _attributes(optimizer: Optimizer) -> Iterator[tuple[str, float]]:
     for name, value in vars(optimizer).items():
         if name not in _OWN and isinstance(value, int | float | dict | list | tuple):
             yield from _numbers(name, value)
+
+
+def _tensors(optimizer: Optimizer) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Sums of the tensors with several elements in attributes, by name; those that share memory with parameters, gradients,
+    the state or entries of an own `state_dict` are none."""
+    known = [each for group in optimizer.param_groups for p in group["params"] for each in (p, p.grad) if each is not None]
+    known += _held([optimizer.state, own_entries(optimizer, "") if has_own_state(optimizer) else {}])
+    places = {_memory(each) for each in known if not stands_for_others(local(each))}
+    for name, value in vars(optimizer).items():
+        for number, tensor in enumerate(_held(value) if name not in _OWN else ()):
+            if tensor.numel() > 1 and _memory(tensor) not in places:
+                wide = local(tensor.detach()).double()
+                yield f"{name}" + (f"[{number}]" if number else ""), (wide.sum().item(), wide.square().sum().item())
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Of a DTensor that of its local part."""
+    return local(tensor).untyped_storage().data_ptr()
+
+
+def _held(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested values."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in inner for tensor in _held(each)]
 
 
 def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:

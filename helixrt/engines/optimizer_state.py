@@ -1,7 +1,7 @@
 """The state of `torch.optim` optimizers by parameter name, and back into optimizers that have none yet.
 
-In: an optimizer, and its parameters' names. Out: a nested value for `state_tree`: `state/PARAMETER/…`, `group/NUMBER/…`, and in
-`more/…` what its own `state_dict()` has beside these two, which goes back through its own `load_state_dict`.
+In: an optimizer, and its parameters' names. Out: a nested value for `state_tree`: `state/PARAMETER/…`, `group/NUMBER/…` without
+functions, `class`, and in `more/…` what its own `state_dict()` has beside, which goes back through its own `load_state_dict`.
 Loading builds what is missing from tensors and scalars and never steps: a step would change later trajectories of AdamW,
 Adafactor and SGD with dampening. The device of a new tensor follows the rule of `Optimizer.load_state_dict`: on the
 parameter's device, but for the counter `step`, which is on the CPU unless the group is fused or capturable.
@@ -9,6 +9,8 @@ parameter's device, but for the counter `step`, which is on the CPU unless the g
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,12 +35,17 @@ def read_optimizer(optimizer: Optimizer, names: Names, what: str) -> dict[str, A
             if entries := optimizer.state.get(parameter):
                 state[names[parameter]] = entries
     groups = {
-        str(number): {key: value for key, value in group.items() if key != "params"}
+        str(number): {key: value for key, value in group.items() if key != "params" and not _is_function(value)}
         | {"params": {names[parameter]: place for place, parameter in enumerate(group["params"])}}
         for number, group in enumerate(optimizer.param_groups)
     }
     more = own_entries(optimizer, what)
-    return {"state": state, "group": groups} | ({"more": more} if more else {})
+    return {"class": _classes(optimizer), "state": state, "group": groups} | ({"more": more} if more else {})
+
+
+def _classes(optimizer: Optimizer) -> str:
+    """The name of its class, then those of the classes that this extends."""
+    return " ".join(each.__name__ for each in type(optimizer).__mro__ if issubclass(each, Optimizer) and each is not Optimizer)
 
 
 def has_own_state(optimizer: Optimizer) -> bool:
@@ -76,7 +83,15 @@ def check_own_entries(optimizer: Optimizer, what: str) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, names: Names, tree: Mapping[str, Any] | None, what: str) -> None:
-    """Raises Fatal if a nested state is not one of this optimizer: another number of groups, or other parameters in them."""
+    """Raises Fatal if a nested state is not one of this optimizer: another class, another number of groups, or other
+    parameters in them."""
+    here = _classes(optimizer).split()
+    there = str((tree or {}).get("class", here[0])).split()
+    if here[0] not in there and there[0] not in here:
+        raise Fatal(
+            f"the state to load has {there[0]} as {what}, and the script {here[0]}; resume with {there[0]}, or begin a new run "
+            "with the model that helixrt export writes"
+        )
     groups = (tree or {}).get("group") or {}
     if sorted(groups) != sorted(str(number) for number in range(len(optimizer.param_groups))):
         raise Fatal(f"the state to load has {len(groups)} parameter groups of {what}, not {len(optimizer.param_groups)}")
@@ -104,12 +119,18 @@ def load_optimizer(optimizer: Optimizer, names: Names, tree: Mapping[str, Any]) 
         _load_parts(optimizer, names, tree)  # `load_state_dict` converts state to the parameters' types
 
 
+def _is_function(value: Any) -> bool:
+    """Whether an entry of a group is the script's, and no part of the state."""
+    return inspect.isroutine(value) or isinstance(value, type | functools.partial)
+
+
 def _load_parts(optimizer: Optimizer, names: Names, tree: Mapping[str, Any]) -> None:
-    """The state of parameters, and their groups."""
+    """The state of parameters, and their groups. Arguments of the class that a state of another version of it lacks stay."""
     for number, group in enumerate(optimizer.param_groups):
         loaded = tree["group"][str(number)]
-        for key in [key for key in group if key != "params" and key not in loaded]:
-            del group[key]
+        for key in [key for key in group if key not in loaded and key not in optimizer.defaults]:
+            if not _is_function(group[key]):
+                del group[key]
         for key, value in loaded.items():
             if key != "params":
                 group[key] = _take(value, group.get(key), None)

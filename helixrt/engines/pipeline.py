@@ -19,6 +19,8 @@ import torch
 from helixrt.engines.autocast import outside_autocast
 from helixrt.engines.buffers import Buffers
 from helixrt.engines.evaluating import evaluating, evaluation_mode
+from helixrt.engines.first_step import growth_of
+from helixrt.engines.graph_leaves import LeafCheck
 from helixrt.engines.hyperparameters import Hyperparameters
 from helixrt.engines.pipeline_parts import (
     BUFFERS_RULE,
@@ -42,7 +44,7 @@ from helixrt.engines.stage_ranks import StageRanks
 from helixrt.engines.stream_marks import marks_for
 from helixrt.engines.ties import StageTies, check_equal, ties_of
 from helixrt.engines.unchanged import Unchanged
-from helixrt.engines.update import StepGuard, UpdateFunction
+from helixrt.engines.update import StepGuard, UpdateFunction, first_rate
 from helixrt.errors import Fatal, MisuseError
 from helixrt.passes.autocast import autocast_pass
 from helixrt.pipeline.buckets import GradientBuckets
@@ -58,7 +60,6 @@ from helixrt.replica.portions import Portion
 from helixrt.schedule.check import check_microbatch_order
 from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
-from helixrt.schedule.simulate import Comm, Direct
 
 if TYPE_CHECKING:
     from helixrt.pipeline.graph_stage import JointStage
@@ -80,13 +81,13 @@ class PipelineEngine(BatchEngine):
         assert (parts.group is None) == (self.stages == 1), "a group is needed exactly when there is more than one stage"
         self.modules, self.placement, self.batches = parts.modules, schedule.placement, parts.batches
         self.registered, self._policy, self._replicas = parts.registered, parts.policy, parts.replicas
+        self._policy.check(self.registered.optimizers)
         self._seed, self._replica, self._example = parts.seed, parts.replica, parts.example
         self.device, self._parts, self._marks = parts.device, parts, marks_for({parts.device})
         self.record, self.generation, self._passes = parts.record, 0, 0
         self._mean_factor: float | None = None  # of the sum of losses that are means; None: one over their number
         self._loss = math.nan  # of the batch that was worked on last
         self._channels: dict[int, Channel] = {} if parts.channels is None else dict(parts.channels.channels)
-        self._stage_channels = parts.channels
         if parts.channels is None and parts.group is not None:
             peers = (peer for peer in range(self.stages) if peer != self.stage)
             self._channels = {peer: GroupChannel(parts.group, peer, parts.record) for peer in peers}
@@ -117,11 +118,20 @@ class PipelineEngine(BatchEngine):
         self._sharded: ShardedStage | None = None
         if self._shards > 1:
             self._sharded = ShardedStage(self.registered, parts.mesh.inner("dp_shard"), layouts)
-        self._unchanged = Unchanged(self.registered, self._constants.constant)
+        self._unchanged = Unchanged(self.registered, self._constants.constant, alone=parts.replicas == 1)
         self._hyperparameters = Hyperparameters(self.registered)
-        self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
-        last, modules = schedule.chunks - 1, self.modules.items()
-        self._chunks = {n: StageChunk(module, parts.loss if n == last else None, first=n == 0) for n, module in modules}
+        known = [parameter for _, parameter in self.registered.parameters()]
+        self._guard = StepGuard(self.registered.optimizers, known)
+        whole = None if self._sharded is None else self._sharded.whole
+        self._chunks = {
+            number: StageChunk(
+                module,
+                parts.loss if number == schedule.chunks - 1 else None,
+                first=number == 0,
+                around=LeafCheck(known, self._unchanged.check, whole).backward,
+            )
+            for number, module in self.modules.items()
+        }
         self.schedule, self.adaptation = schedule, parts.adaptation  # the one in use; how readily the job changes it
         self._autograd = AutogradStage(self._chunks)
         self._graphs_when = "always" if parts.adaptation is not None and parts.graphs == "auto" else parts.graphs
@@ -188,19 +198,10 @@ class PipelineEngine(BatchEngine):
         """Inject a slowdown: from now on the operations of this stage take as long as `slowdown(step)` gives."""
         self._executor.slowdown = slowdown
 
-    def use_communication(self, comm: Comm) -> None:
-        """From the next `run` on, send and receive directly or delegated; each stage may do so by itself.
-
-        Raises MisuseError for direct communication over Gloo, Retryable when a stage of this replica is lost.
-        """
-        if self._stage_channels is not None:
-            self._stage_channels.use(comm)
-        elif isinstance(comm, Direct):
-            raise MisuseError("channels over Gloo know delegated communication only; run with pipeline.channels=endpoint")
-
     def _captured(self) -> JointStage:
-        self._same = SameModules(self.modules)
-        return captured_chunks(self._parts, self._chunks, self._ranks.group, self._graphs_when)
+        stage = captured_chunks(self._parts, self._chunks, self._ranks.group, self._graphs_when)
+        self._same = SameModules(self.modules, stage.guards)
+        return stage
 
     @property
     def buckets(self) -> Sequence[torch.Tensor]:
@@ -331,7 +332,7 @@ class PipelineEngine(BatchEngine):
             self._buckets.scale(scale)
         factor = self._policy.factor(len(record.summed), self._replicas)
         optimizers = self.registered.optimizers.values()
-        rate = next((group["lr"] * factor for optimizer in optimizers for group in optimizer.param_groups), 0.0)
+        rate = first_rate(self.registered.optimizers, factor)
         with self._guard.update(factor):
             for optimizer in optimizers:
                 optimizer.step()
@@ -367,6 +368,9 @@ class PipelineEngine(BatchEngine):
 
     def state(self) -> State:
         return self._state.read()
+
+    def state_growth(self) -> int:
+        return growth_of(self.registered.optimizers.values())
 
     def portions(self) -> Mapping[str, Portion]:
         return portions_of(self._state, self._mesh, self._places)

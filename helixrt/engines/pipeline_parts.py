@@ -33,7 +33,8 @@ from helixrt.schedule.ir import Schedule
 
 if TYPE_CHECKING:
     from helixrt.compile.watch import Watch
-    from helixrt.pipeline.graph_stage import JointStage
+    from helixrt.passes.guards_private import Guards
+    from helixrt.pipeline.graph_stage import GraphStage
 
 GRAPHS = ("auto", "always", "never")
 PROFILES = ("auto", "measure", "estimate")  # see passes.profile.Mode
@@ -166,7 +167,7 @@ def check_like_example(batch: Batch, example: Batch, reads: tuple[bool, bool], m
 
 def captured_chunks(
     parts: PipelineParts, chunks: Mapping[int, StageChunk], group: dist.ProcessGroup | None, setting: str
-) -> JointStage:
+) -> GraphStage:
     """The chunks of a stage by graphs; `group`: the ranks that share it, `setting` what `graphs` is. Raises ConfigError for
     chunks that cannot be captured."""
     from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
@@ -188,28 +189,29 @@ def captured_chunks(
 class SameModules:
     """Raises MisuseError once the modules are not those of now, of which graphs are captured. See `compile.watch`."""
 
-    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], guards: Mapping[int, Guards | None] | None = None) -> None:
         self._watch: Watch | None = None
         if modules:
             from helixrt.compile.watch import Watch  # brings torch's compiler, which takes seconds
 
-            self._watch = Watch({f"chunk{number}": modules[number] for number in sorted(modules)})
+            named = {f"chunk{number}": modules[number] for number in sorted(modules)}
+            self._watch = Watch(named, guards={f"chunk{number}": each for number, each in (guards or {}).items()})
 
-    def check(self, all: bool = False) -> None:
+    def check(self, modes: bool = True) -> None:
         rule = (
             "after the graphs of its part were captured, which have what was before. Set it before session.register, or train "
             "with graphs='never'"
         )
-        if self._watch is not None and not all and self._watch.mode_changed():
+        if self._watch is not None and modes and self._watch.mode_changed():
             raise MisuseError(f"the training mode of a module was changed (train() or eval()) {rule}")
-        if self._watch is not None and (name := self._watch.changed(all=all)):
+        if self._watch is not None and (name := self._watch.changed()):
             raise MisuseError(f"{name} was changed {rule}")
 
     @contextmanager
     def evaluation(self, kept: AbstractContextManager[None]) -> Iterator[None]:
         """Around an evaluation, which runs the modules themselves: what their forward sets is no change. `kept`: another such
         context."""
-        self.check(all=True)
+        self.check(modes=False)
         with kept:
             yield
         if self._watch is not None:

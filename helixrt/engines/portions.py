@@ -9,7 +9,7 @@ for a parameter, or a DTensor.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ def portions_of(state: ReplicatedState, mesh: ReplicaMesh, places: Places = NOTH
     tensors, _ = state.entries()
     parameters = {path.split("/", 1)[1]: t for path, t in tensors.items() if path.startswith("parameter/")}
     found: dict[str, Portion] = {}
+    others = state.other_names if places.names == {} else {}
     for path, tensor in tensors.items():
         kind, *rest = path.split("/")
         if kind in _MODULES:
@@ -76,6 +77,8 @@ def portions_of(state: ReplicatedState, mesh: ReplicaMesh, places: Places = NOTH
             continue
         if name not in places.unknown:
             found[path] = _portion(own, tensor, mesh, places.cuts.get(name, ()), name not in places.copies)
+            if kind in _MODULES and name in others:
+                found[path] = replace(found[path], also=tuple(f"{first}/{other}" for other in others[name]))
     return found
 
 

@@ -5,7 +5,7 @@ Everything that the engine cannot train correctly is refused here, by name, befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,8 +51,8 @@ class Registered:
     @staticmethod
     def of(
         model: nn.Module | Mapping[str, nn.Module],
-        optimizers: Sequence[Optimizer] | Mapping[str, Optimizer] = (),
-        schedulers: Sequence[Any] | Mapping[str, Any] = (),
+        optimizers: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] = (),
+        schedulers: Any = (),
         *,
         scaler: Any = None,
         extra: Mapping[str, Stateful] | None = None,
@@ -60,7 +60,7 @@ class Registered:
         buffers: Mapping[str, str] | None = None,
         hyperparameters: str = "checkpoint",
     ) -> Registered:
-        """From one model or several by name, and optimizers and schedulers by name or numbered from 0."""
+        """From one model or several by name, and one optimizer and scheduler, several by name, or numbered from 0."""
         models = dict(model) if isinstance(model, Mapping) else {"": model}
         optimizers, schedulers = _numbered(optimizers), _numbered(schedulers)
         others = dict(extra or {}), clip_norm, dict(buffers or {}), hyperparameters
@@ -96,7 +96,10 @@ class Registered:
                 for place, parameter in enumerate(group["params"]):
                     where = f"parameter {place} of group {number}, of shape {list(parameter.shape)}"
                     if id(parameter) not in known:
-                        raise MisuseError(f"optimizer {key} holds a parameter that no registered model has ({where})")
+                        raise MisuseError(
+                            f"optimizer {key} holds a parameter that no registered model has ({where}); "
+                            "make it from the parameters of the model that session.parallelize gives"
+                        )
                     if id(parameter) in held:
                         raise MisuseError(f"{known[id(parameter)]} is in optimizers {held[id(parameter)]} and {key}")
                     held[id(parameter)] = key
@@ -127,9 +130,8 @@ class Registered:
         for key, scheduler in self.schedulers.items():
             if isinstance(scheduler, ReduceLROnPlateau):
                 raise MisuseError(
-                    f"scheduler {key} (ReduceLROnPlateau) needs a metric, and an update has none: a validation runs on one "
-                    "replica alone. Take a scheduler that follows the updates, or step it in an update function with a number "
-                    "that follows from registered state and gradients"
+                    f"scheduler {key} (ReduceLROnPlateau) needs a metric: step it in a function registered as the session's "
+                    "update, as scheduler.step(record.loss), behind optimizer.step()"
                 )
 
 
@@ -138,7 +140,9 @@ def qualified(model: str, name: str) -> str:
 
 
 def _numbered(things: Any) -> dict[str, Any]:
-    return dict(things) if isinstance(things, Mapping) else {str(number): thing for number, thing in enumerate(things)}
+    if isinstance(things, Mapping):
+        return dict(things)
+    return {str(number): thing for number, thing in enumerate(things if isinstance(things, Iterable) else [things])}
 
 
 def _check_modules(model: str, module: nn.Module) -> None:
@@ -146,8 +150,18 @@ def _check_modules(model: str, module: nn.Module) -> None:
         where = qualified(model, name) or type(part).__name__
         if isinstance(part, DistributedDataParallel):
             raise MisuseError(f"{where} is a DistributedDataParallel; register the module that it wraps")
+        check_renormalized(part, where)
         if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
             raise MisuseError(f"{where} is an embedding with sparse=True; sparse gradients cannot be summed over replicas")
+
+
+def check_renormalized(part: nn.Module, where: str) -> None:
+    """Raises MisuseError for an embedding whose forward changes its weight, which is another change on each replica."""
+    if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+        raise MisuseError(
+            f"{where} is an embedding with max_norm={part.max_norm:g}: its forward changes its weight; leave max_norm out, and "
+            "scale rows of the weight in a function registered as the session's update"
+        )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

@@ -111,7 +111,9 @@ class ReplicaMesh:
         return self._inner[axis]
 
     def _new_group(self, members: list[int]) -> dist.ProcessGroup:
-        return dist.new_group(members, timeout=self._timeout, use_local_synchronization=True)
+        group = dist.new_group(members, timeout=self._timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # this rank is one of its members
+        return group
 
 
 

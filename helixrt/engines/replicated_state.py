@@ -13,17 +13,17 @@ Names follow parameters, not their numbers, so that they stay when a model gains
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from helixrt.engines.buffers import Buffers
 from helixrt.engines.optimizer_state import check_optimizer, load_optimizer, read_optimizer
-from helixrt.engines.registered import Registered
-from helixrt.engines.sharded import is_sharded, local, placed_by, placement_of
+from helixrt.engines.registered import Registered, qualified
+from helixrt.engines.sharded import is_sharded, local, placed_by, placement_of, stands_for_others
 from helixrt.engines.state_tree import Tree, flatten, placed, segment
-from helixrt.errors import Fatal
+from helixrt.errors import Fatal, MisuseError
 from helixrt.replica.contracts import Scalar, State
 
 _KINDS = ("parameter", "running_buffer", "buffer", "optimizer", "scheduler", "scaler", "extra", "dtensor")
@@ -41,7 +41,24 @@ class ReplicatedState:
         """Live tensors, and scalars as they are now. Raises MisuseError for an entry that cannot be stored, with its path."""
         tensors, scalars = self.entries()
         scalars |= {PLACEMENTS + path: placement_of(tensor, path) for path, tensor in tensors.items() if is_sharded(tensor)}
-        return State({path: local(tensor) for path, tensor in tensors.items()}, scalars)
+        parts = {path: local(tensor) for path, tensor in tensors.items()}
+        for path, part in parts.items():
+            if stands_for_others(part):
+                raise MisuseError(
+                    f"{path} is a {type(part).__name__}, a tensor that stands for others; the state may hold plain tensors and "
+                    "DTensors, so take an optimizer or an object that keeps those (bitsandbytes has 8-bit optimizers that do)"
+                )
+        return State(parts, scalars)
+
+    @property
+    def other_names(self) -> Mapping[str, Sequence[str]]:
+        """Of a tensor that the models' `state_dict` has under several names, all but the first, by the first."""
+        names: dict[int, list[str]] = {}
+        for model, module in self._registered.models.items():
+            tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+            for name, tensor in tensors:
+                names.setdefault(id(tensor), []).append(qualified(model, name))
+        return {first: others for first, *others in names.values() if others}
 
     @property
     def not_persistent(self) -> Collection[str]:

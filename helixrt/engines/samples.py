@@ -3,7 +3,8 @@
 In: the registered parameters. `record` (after each update and load) copies one part of each of the next `PARAMETERS`
 parameters; `compare` (at the end of a batch) compares them by their bits. Parameters take turns, and so do the parts of each. A
 whole tensor that is changed in every step is found within (number of parameters / `PARAMETERS`) steps; a change of few elements
-may not be. A part has at most `ELEMENTS` elements, so a step costs the copies and comparisons of `PARAMETERS` short parts.
+may not be. A part has at most `ELEMENTS` elements, so a step costs the copies and comparisons of `PARAMETERS` short parts. One
+flipped bit is left to the digests that replicas compare, where there are several: memory does that, and no program.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes
 
 
 class Samples:
-    """One thread at a time. A sharded parameter (DTensor) is sampled in this rank's shard. `each`: parameters per step."""
+    """One thread at a time. A sharded parameter (DTensor) is sampled in this rank's shard. `each`: parameters per step;
+    `alone`: in a run of one replica, which compares no digests."""
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], each: int = PARAMETERS) -> None:
-        self._each = each
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], each: int = PARAMETERS, alone: bool = True) -> None:
+        self._each, self._alone = each, alone
         self._named = [(name, parameter) for name, parameter in named if not parameter.is_complex()]
         self._bits: list[tuple[int, _Bits | None] | None] = [None] * len(self._named)  # each one's address and flat live view
         self._turn = 0  # of all rows sampled so far
@@ -65,8 +67,8 @@ class Samples:
         for name, row, copy in self._kept:
             if isinstance(row, torch.Tensor):
                 assert isinstance(copy, torch.Tensor)
-                late.append(torch.ne(row, copy).any())
-            elif row.tobytes() != copy:
+                late.append(torch.ne(row, copy).sum() > (not self._alone))
+            elif (now := row.tobytes()) != copy and (self._alone or not _is_one_bit(now, copy)):
                 return name
         self._marks = torch.stack([mark.to(late[0].device) for mark in late]) if late else None
         return None
@@ -78,6 +80,11 @@ class Samples:
         names = [name for name, row, _ in self._kept if isinstance(row, torch.Tensor)]
         marks, self._marks = self._marks.tolist(), None
         return next((name for name, mark in zip(names, marks, strict=True) if mark), None)
+
+
+def _is_one_bit(now: bytes, then: bytes | torch.Tensor) -> bool:
+    assert isinstance(then, bytes)
+    return (int.from_bytes(now) ^ int.from_bytes(then)).bit_count() == 1
 
 
 def _bits_of(part: torch.Tensor) -> torch.Tensor:

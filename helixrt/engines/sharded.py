@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -41,6 +43,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():  # else it is a differentiable copy of the handle
         return tensor.to_local()  # type: ignore[attr-defined]
+
+
+def is_scalar(parameter: torch.Tensor) -> bool:
+    """Whether it has no dimension, so that FSDP2 cannot cut it: all ranks hold it whole."""
+    return parameter.dim() == 0 and not is_sharded(parameter)
+
+
+def stands_for_others(part: torch.Tensor) -> bool:
+    """Whether a tensor that is no DTensor has its numbers in other tensors, as a quantized one, and no memory of its own."""
+    return type(part).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -133,8 +145,8 @@ def shard_model(
 ) -> Module:
     """Apply `fully_shard` over the group: to each block of the model, then to the rest. Modules to which the user has applied
     it are left as they are, with all that is in them. With a compute type other than float32, parameters are gathered and
-    used in it, gradients are reduced in float32, and the model's output is float32. `ignored` parameters are not sharded.
-    `gathered`: those that a forward has gathered stay so until `reshard`.
+    used in it, gradients are reduced in float32, and the model's output is float32. `ignored` parameters and those without
+    dimensions are not sharded. `gathered`: those that a forward has gathered stay so until `reshard`.
 
     Raises MisuseError for a model whose parameters have no values yet.
     """
@@ -148,7 +160,7 @@ def shard_model(
         outer = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     if isinstance(model, FSDPModule):
         return model
-    others, freed = set(ignored), False if gathered else None
+    others, freed = {*ignored, *filter(is_scalar, model.parameters())}, False if gathered else None
 
     def shard(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         sharded = fully_shard(
@@ -208,33 +220,47 @@ class ShardedModels:
     """The registered models of one engine. `close` takes the hooks away.
 
     Sums without division are set for all `FSDPModule`s, and zeros for parameters that a rank did not use, so that all ranks
-    reduce the same tensors. Raises MisuseError for a parameter that is not sharded over the group, but for those `elsewhere`.
+    reduce the same tensors. Raises MisuseError for a parameter that has dimensions and is not sharded over the group, but for
+    those `elsewhere`.
     """
 
     def __init__(self, registered: Registered, group: InnerGroup, elsewhere: Collection[nn.Parameter] = ()) -> None:
         _check(registered, group, elsewhere)
         self._used: set[int] = set()
+        self._calls = Counter[int]()  # of each module's forward since the newest backward, by number
         self._modules = list(_fsdp_modules(registered.models))
         self._ends = []
         from helixrt.engines.fsdp_private import watch_used
 
-        for _, module in self._modules:
+        for number, (_, module) in enumerate(self._modules):
             module.set_force_sum_reduction_for_comms(True)  # else Gloo refuses the factor
             module.set_gradient_divide_factor(1.0)
             module.set_reduce_scatter_unused_params(True, recurse=False)
             self._ends.append(watch_used(module, lambda parameter: self._used.add(id(parameter))))
+            self._ends.append(module.register_forward_pre_hook(partial(self._called, number)).remove)
+
+    def _called(self, number: int, *unused: object) -> None:
+        self._calls[number] += torch.is_grad_enabled()
 
     def begin(self) -> None:
         """A batch begins: no parameter was used. Raises MisuseError if gradients would not be reduced."""
         from helixrt.engines.fsdp_private import reduces
 
         self._used.clear()
+        self._calls.clear()
         for name, module in self._modules:
             if not reduces(module):
                 raise MisuseError(
                     f"set_requires_gradient_sync(False) was called on {name}; gradients are reduced inside the replica in each "
                     "micro-batch, so leave it at True"
                 )
+
+    def before_backward(self) -> set[int]:
+        """Ids of the parameters that the backward of what was computed since the last one may reduce more than once: of modules
+        that were called several times."""
+        several = [self._modules[number][1] for number, calls in self._calls.items() if calls > 1]
+        self._calls.clear()
+        return {id(parameter) for module in several for parameter in module.parameters()}
 
     def used(self, parameter: torch.Tensor) -> bool:
         """Whether a backward of this rank gave the parameter a gradient since `begin`."""
@@ -300,7 +326,7 @@ def _check(registered: Registered, group: InnerGroup, elsewhere: Collection[nn.P
     check_kinds(registered, "dp_shard")
     others = {id(parameter) for parameter in elsewhere}
     for name, parameter in registered.parameters():
-        if id(parameter) in others:
+        if id(parameter) in others or is_scalar(parameter):
             continue
         placement = placement_on(parameter, group.mesh) if is_sharded(parameter) else None
         if placement is None or placement.is_replicate():

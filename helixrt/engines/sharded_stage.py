@@ -81,6 +81,10 @@ class ShardedStage:
         """A step begins. Raises MisuseError if its gradients would not be reduced."""
         self._models.begin()
 
+    def whole(self) -> list[torch.Tensor] | None:
+        """See `ShardedModels.whole`."""
+        return self._models.whole()
+
     def end_pass(self) -> None:
         """Free the parameters that the pass has gathered."""
         self._models.reshard()

@@ -6,7 +6,8 @@ In: parameters with their owners, optimizers, other objects with state. `record`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,12 @@ class _Place:
 
 
 class Unchanged:
-    """`constant`: buffers by name that no forward changes; a change of one that counts a version is found elsewhere."""
+    """`constant`: buffers by name that no forward changes; a change of one that counts a version is found elsewhere. `alone`:
+    in a run of one replica."""
 
-    def __init__(self, registered: Registered, constant: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
+    def __init__(
+        self, registered: Registered, constant: Sequence[tuple[str, torch.Tensor]] = (), alone: bool = True
+    ) -> None:
         self._registered = registered
         self._places = list(_places(registered))
         self._parameters = [place.parameter for place in self._places]
@@ -50,7 +54,8 @@ class Unchanged:
         self._fields: list[dict[str, Any]] = []  # of parameter groups
         self._scalars: dict[str, Scalar] = {}  # of schedulers
         self._extra_scalars: dict[str, dict[str, Scalar]] = {}  # by object; of those that have some
-        self._samples = Samples(list(registered.parameters()))
+        self._frozen: Collection[int] = ()  # parameters that are trained, but not in this batch
+        self._samples = Samples(list(registered.parameters()), alone=alone)
         self._buffers = Samples(constant, each=1)
         self.record()
 
@@ -82,6 +87,27 @@ class Unchanged:
         if versions(self._parameters) != self._versions or versions(self._tensors) != self._tensor_versions:
             self.check()
 
+    @contextmanager
+    def apart(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Within it the parameters of these optimizers may be others, which have the same bits again behind it."""
+        apart = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        if apart:
+            self.check_versions()
+        yield
+        now = versions(self._parameters)
+        self._versions = [
+            new if id(p) in apart else then for p, then, new in zip(self._parameters, self._versions, now, strict=True)
+        ]
+
+    def freeze(self, parameters: Collection[int]) -> None:
+        """Of the parameters that were trained when they were registered, these, by identity, are not trained until the next
+        call."""
+        if parameters != self._frozen:
+            for place in self._places:
+                if place.requires_grad:
+                    place.parameter.requires_grad_(id(place.parameter) not in parameters)
+            self._frozen = parameters
+
     def check_frozen(self) -> None:
         """As `check`, of which parameters are trained alone."""
         if any(place.parameter.requires_grad != place.requires_grad for place in self._places):
@@ -94,11 +120,11 @@ class Unchanged:
             part = parameter if type(parameter) is nn.Parameter else local(parameter)
             if place.owner._parameters.get(place.key) is not parameter or part.data_ptr() != place.address:
                 raise MisuseError(f"parameter {place.name} was replaced after it was registered; {_RULE}")
-            if parameter.requires_grad != place.requires_grad:
-                done = "frozen" if place.requires_grad else "unfrozen"
+            if parameter.requires_grad != (place.requires_grad and id(parameter) not in self._frozen):
+                done = "unfrozen" if parameter.requires_grad else "frozen"
                 raise MisuseError(
-                    f"parameter {place.name} was {done} after it was registered; freeze parameters before register(), or set "
-                    "its gradient to None in a function registered as the session's update"
+                    f"parameter {place.name} was {done} after it was registered; freeze it before register(), or for some "
+                    "steps in a function registered by session.freeze"
                 )
             if now != then:
                 raise MisuseError(f"parameter {place.name} was changed in place; {_RULE}")
@@ -106,9 +132,14 @@ class Unchanged:
             if now != then:
                 raise MisuseError(f"{self._name(tensor)} was changed; {_RULE}")
         if _groups(self._registered.optimizers) != self._groups:
-            raise MisuseError("a parameter group was added or changed after its optimizer was registered")
+            raise MisuseError(
+                "a parameter group was added or changed after its optimizer was registered; register all groups at the start, "
+                "and name those that are not trained yet in a function registered by session.freeze"
+            )
         scalars = self._scheduler_scalars()
-        if name := self._changed_field() or (scalars != self._scalars and _difference(self._scalars, scalars)):
+        if (field := self._changed_field()).startswith("'initial_lr'"):
+            raise MisuseError(f"{field} was changed by a scheduler that was made after session.register; register it, too")
+        if name := field or (scalars != self._scalars and _difference(self._scalars, scalars)):
             raise MisuseError(f"{name} was changed (scheduler.step() in the loop, or a rate set by hand); {_RULE}")
         for key, then_scalars in self._extra_scalars.items():
             now_scalars: dict[str, Scalar] = {}

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -24,13 +24,27 @@ from torch.utils.hooks import RemovableHandle
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.optimizer_numbers import OptimizerNumbers
 from helixrt.engines.registered import Registered
-from helixrt.engines.sharded import local
+from helixrt.engines.sharded import is_scalar, is_sharded, local
 from helixrt.engines.tensor_gradients import TensorRanks
 from helixrt.errors import MisuseError
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import Update
 
-UpdateFunction = Callable[[CommitRecord], object]
+
+@dataclass(frozen=True)
+class UpdateRecord(CommitRecord):
+    """What a registered update function gets: the commit record, and `loss`, the mean over all items of all contributors, equal
+    on all replicas and when an update is repeated. It is NaN where nothing was applied, and where the loop has its own
+    backward (`session.prepare`)."""
+
+    loss: float = math.nan
+
+    @staticmethod
+    def of(record: CommitRecord, loss: float) -> UpdateRecord:
+        return UpdateRecord(**{field.name: getattr(record, field.name) for field in fields(record)}, loss=loss)
+
+
+UpdateFunction = Callable[[UpdateRecord], object]
 
 
 @dataclass(frozen=True)
@@ -48,12 +62,29 @@ class Policy:
         share = contributors / replicas
         return 1.0 if self.lr == "none" else share if self.lr == "linear" else math.sqrt(share)
 
+    def check(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Raises MisuseError for an optimizer without a rate that could follow them."""
+        for key, optimizer in optimizers.items():
+            if self.lr != "none" and any(group.get("lr") is None for group in optimizer.param_groups):
+                raise MisuseError(
+                    f"optimizer {key} ({type(optimizer).__name__}) has a group without lr, which lr_policy={self.lr!r} would "
+                    'scale; give it one, or take lr_policy="none"'
+                )
+
+
+def first_rate(optimizers: Mapping[str, Optimizer], factor: float) -> float | torch.Tensor:
+    """Of the first group, as an update will use it; NaN where an optimizer has a rate of its own."""
+    for optimizer in optimizers.values():
+        rate = optimizer.param_groups[0].get("lr")
+        return math.nan if rate is None else rate * factor
+    return 0.0
+
 
 @dataclass(frozen=True)
 class ModuleUpdate(Update):
-    """`loss` is the mean over all items of all contributors, a float64 scalar tensor; `weight` how many items there were."""
+    """`loss` is the mean over all items of all contributors; `weight` how many items there were."""
 
-    loss: torch.Tensor | float = math.nan
+    loss: float = math.nan
     weight: float = 0.0
 
 
@@ -99,7 +130,8 @@ class StepGuard(AbstractContextManager[None]):
         if self._factor is None:
             raise MisuseError(
                 f"{kind}.step() was called in the loop; step.commit() runs the same update on all replicas. Take the call "
-                "out, or put it into a function registered as the session's update"
+                "out, or put it into a function registered as the session's update; after session.prepare, call step() of the "
+                "optimizer that it returned"
             )
         if self._factor != 1.0:
             for group in optimizer.param_groups:
@@ -142,23 +174,26 @@ def gradient_norm(
     parameters: Sequence[nn.Parameter], scaler: Any, group: InnerGroup | None = None, tensor: TensorRanks | None = None
 ) -> torch.Tensor | float:
     """Euclidean norm of all gradients, on the device, over all ranks of the replica with the same bits on each; a registered
-    function sees gradients that are still scaled. `group`: the ranks over which all parameters are cut; `tensor`: those over
-    which some are; each element counts once."""
+    function sees gradients that are still scaled. `group`: the ranks over which all parameters with dimensions are cut;
+    `tensor`: those over which some are; each element counts once."""
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     if not with_gradient:
         return 0.0
-    whole = [tensor is not None and not tensor.cuts(parameter) for parameter in with_gradient]
     gradients = [local(parameter.grad) for parameter in with_gradient]  # type: ignore[arg-type]
-    cut = get_total_norm([gradient for gradient, all_have in zip(gradients, whole, strict=True) if not all_have])
-    norm = cut
-    if group is not None or tensor is not None:
-        alike = get_total_norm([gradient for gradient, all_have in zip(gradients, whole, strict=True) if all_have])
-        squares = torch.stack([cut.to(gradients[0].device).double(), alike.to(gradients[0].device).double()]).square()
+    if group is None and tensor is None:
+        norm = get_total_norm(gradients)
+    else:
+        kinds: list[list[torch.Tensor]] = [[], [], []]  # cut over tp, whole over tp, whole over both
+        for parameter, gradient in zip(with_gradient, gradients, strict=True):
+            over_both = group is not None and is_scalar(parameter)
+            kinds[2 if over_both else tensor is not None and not tensor.cuts(parameter)].append(gradient)
+        norms = [get_total_norm(kind).to(gradients[0].device) for kind in kinds]
+        squares = torch.stack(norms).double().square()
         if group is not None:
-            squares = group.sum(squares)
+            squares[:2] = group.sum(squares[:2])
         if tensor is not None:
             parts = tensor.group.gather(squares)
-            squares = torch.stack([torch.stack([part[0] for part in parts]).sum(), parts[0][1]])
+            squares = torch.stack([torch.stack([part[0] for part in parts]).sum(), *parts[0][1:]])
         norm = squares.sum().sqrt().to(gradients[0].dtype)
     return norm if scaler is None else norm / scaler.get_scale()
 
@@ -185,8 +220,8 @@ def default_update(
             scaler.unscale_(optimizer)
     norm = gradient_norm(parameters, None, group, tensor)
     if registered.clip_norm is not None and isinstance(norm, torch.Tensor):
-        mixed = None if tensor is None else False  # DTensors and plain tensors cannot be scaled in one call
-        clip_grads_with_norm_(parameters, registered.clip_norm, norm, foreach=mixed)
+        alike = tensor is None and len({is_sharded(parameter) for parameter in parameters}) == 1  # else not scaled in one call
+        clip_grads_with_norm_(parameters, registered.clip_norm, norm, foreach=None if alike else False)
     for optimizer in optimizers:
         if scaler is None:
             optimizer.step()

@@ -71,7 +71,7 @@ def attached_driver(folder: Path, program: JobProgram | None = None) -> Driver:
     standing = standing_of(store, config.mesh.replicas, time.monotonic())
     log = _log_of(folder, store)
     services = KeptServices(kept, secret, folder, standing.orders, standing.exits)
-    run = Run(folder, kept.run, identity["epoch_s"], tuple(log.entries), kept.life, lock=lock, behind=log.behind)
+    run = Run(folder, kept.run, identity["epoch_s"], log, kept.life, lock=lock)
     own = JobProgram(kept.module) if program is None else program
     own = replace(own, module=kept.module, exit_grace_s=kept.exit_grace_s, reserved=Reserved(**kept.reserved))
     return Driver(config, run, own, secret, services, standing)

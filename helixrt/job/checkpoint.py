@@ -42,7 +42,7 @@ from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.replica.contracts import State
 from helixrt.replica.portions import Portion
 
-MANIFEST, PART = "complete.json", "part.json"
+MANIFEST, PART, WITHDRAWN = "complete.json", "part.json", "withdrawn.json"
 _DATA = ".distcp"  # how the names of files with tensors end
 _BLOCK = 1 << 20  # bytes that are read at a time
 _READERS = 8  # threads that check files: neither a read nor a checksum holds the interpreter's lock
@@ -142,6 +142,15 @@ def prune(folder: Place, keep: int, newest_step: int) -> None:
     for old in [f for f in known if _step_of(f) < complete[keep - 1]]:
         (old / MANIFEST).unlink(missing_ok=True)  # first of all: from now on it is not complete
         delete_all(old)
+
+
+def withdraw_after(folder: Place, step: int) -> None:
+    """The checkpoints of later steps are complete no more: their states are not to be used. What their manifests said stays, in
+    another file."""
+    for later in step_folders(folder):
+        if _step_of(later) > step and is_complete(later):
+            (later / WITHDRAWN).write_bytes((later / MANIFEST).read_bytes())
+            (later / MANIFEST).unlink(missing_ok=True)
 
 
 # Reading

@@ -64,14 +64,16 @@ class WholeTensor:
 
 @dataclass(frozen=True)
 class PartIndex:
-    """What one rank has stored: entries by name, scalars by name. Their boxes are in the rank's files in this order."""
+    """What one rank has stored: entries by name, scalars by name. Their boxes are in the rank's files in this order. `also`:
+    other names of entries in the model, and the names that these have here."""
 
     entries: Mapping[str, Entry]
     scalars: Mapping[str, Scalar]
+    also: Mapping[str, str] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
         entries = {name: [e.dtype, e.shape, e.boxes, e.placed, e.crcs] for name, e in self.entries.items()}
-        return {"entries": entries, "scalars": dict(self.scalars)}
+        return {"entries": entries, "scalars": dict(self.scalars), "also": dict(self.also)}
 
     @staticmethod
     def from_plain(raw: Mapping[str, Any]) -> PartIndex:
@@ -80,7 +82,7 @@ class PartIndex:
             str(name): Entry(str(dtype), _ints(shape), tuple((_ints(a), _ints(b)) for a, b in boxes), bool(placed), _ints(crcs))
             for name, (dtype, shape, boxes, placed, crcs) in raw["entries"].items()
         }
-        return PartIndex(entries, dict(raw["scalars"]))
+        return PartIndex(entries, dict(raw["scalars"]), dict(raw.get("also", {})))
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class RankPart:
     scalars: Mapping[str, Scalar]
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
     copied: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    also: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(state: State, portions: Mapping[str, Portion], copied: Callable[[], None] = lambda: None) -> RankPart:
@@ -111,13 +114,14 @@ class RankPart:
                 entries[portion.name] = Entry(dtype, portion.shape, boxes, True)
                 stored += [queued_copy(box_of(tensor, block.local, block.size)) for block in portion.blocks]
         scalars = {renamed(path, portions): value for path, value in state.scalars.items() if not path.startswith(PLACEMENTS)}
-        return RankPart(entries, scalars, tuple(stored), copied)
+        also = {other: portion.name for portion in portions.values() for other in portion.also}
+        return RankPart(entries, scalars, tuple(stored), copied, also)
 
     def index(self) -> PartIndex:
         """With the CRC-32 of every box: reads all bytes."""
         crcs = iter([crc_of(tensor) for tensor in self.tensors])
         found = {name: replace(entry, crcs=tuple(islice(crcs, len(entry.boxes)))) for name, entry in self.entries.items()}
-        return PartIndex(found, self.scalars)
+        return PartIndex(found, self.scalars, self.also)
 
 
 @dataclass(frozen=True)
@@ -229,6 +233,8 @@ def tensors_of(index: Index, stored: Sequence[Sequence[Any]]) -> dict[tuple[str,
     for name, entry in index.placed.items():
         where = [stored[rank][starts[rank][name] + number] for rank, number in index.writers[name]]
         found[key_path(name)] = WholeTensor(entry.dtype, entry.shape, entry.boxes, where)
+    for other, name in ((other, name) for part in index.parts for other, name in part.also.items()):
+        found.setdefault(key_path(other), found[key_path(name)])
     for name, entry in index.common.items():
         found[key_path(name)] = WholeTensor(entry.dtype, entry.shape, entry.boxes, [stored[0][starts[0][name]]])
     for rank, own in enumerate(index.own):

@@ -114,7 +114,8 @@ class _Reading:
         for name in group.parameters:
             home = homes.get((group.key, self.names.get(name, name)))
             if home is None:
-                raise ValueError(f"optimizer {group.key} does not hold {name} there")
+                later = "register from the start what is trained later, and name it in a function registered by session.freeze"
+                raise ValueError(f"optimizer {group.key} does not hold {name} there; {later}")
             if home not in before:
                 before.append(home)
         if not before:  # a group without parameters

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from helixrt.errors import Fatal, Retryable
 from helixrt.job.starters import Place
 from helixrt.replica.contracts import RunStore
-from helixrt.replica.run_keys import CLOSED_KEY, claim_key, ended_key, formed_key, seat_key
+from helixrt.replica.run_keys import CLOSED_KEY, claim_key, ended_key, formed_key, given_up_key, seat_key
 
 LOOK_S = 0.05
 
@@ -108,9 +108,11 @@ def claim(found: Claim, place: Place, limit_s: float, sleep: Callable[[float], N
 
 
 def check_open(store: RunStore, place: Place) -> None:
-    """Raises Fatal if the run has ended."""
+    """Raises Fatal if the run has ended, or this replica is not started again in it."""
     if store.get(CLOSED_KEY) is not None:
         raise Fatal(f"the run at {place.store} is over")
+    if (why := store.get(given_up_key(place.replica))) is not None:
+        raise Fatal(f"replica {place.replica} of the run at {place.store} was given up: {why}")
 
 
 def claimant(text: str) -> str:

@@ -2,8 +2,9 @@
 
 In: the driver's copy of the log, and which checkpoints are complete. Out: old entries are deleted, all of them behind the
 oldest complete checkpoint that the chain has: nothing before that is ever gone back to. The store keeps what the step protocol
-looks back at (`runlog.KEPT`), so a rank that starts reads about that and what came since the checkpoint. Driver and disk keep
-`history_of` entries for the report; of those before, the audit and how many were superseded are kept (`lineage.Behind`).
+looks back at (`runlog.KEPT`), so a rank that starts reads about that and what came since the checkpoint; the driver keeps twice
+that. The disk keeps `history_of` entries for the report (`lineage_files.with_history`); of those before, the audit and how many
+were superseded are kept (`lineage.Behind`).
 Without checkpoints nothing is deleted. Files of the log on disk are merged, so that a file holds many entries.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 import threading
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -31,13 +33,8 @@ _STEP = re.compile(r"step_(\d+)_")
 
 
 def history_of(replicas: int) -> int:
-    """How many entries the driver and the run's folder keep at least: each has some bytes for every replica."""
+    """How many entries the run's folder keeps at least: each has some bytes for every replica."""
     return max(2 * KEPT, _RECORDS // replicas)
-
-
-def durable_index(log: Log, checkpoints: Place) -> int:
-    """The index of the entry that the oldest complete checkpoint on the chain has saved; 0 if there is none."""
-    return _index(log, _complete(checkpoints))
 
 
 def _complete(checkpoints: Place) -> list[str]:
@@ -57,7 +54,8 @@ def _index(log: Log, complete: Sequence[str]) -> int:
 
 
 class Compaction:
-    """Of the driver, from its construction to `close`. `kept`, `history`: how many entries stay, in the store and beyond it."""
+    """Of the driver, from its construction to `close`. `kept`, `history`: how many entries stay, in the store and on disk; in
+    memory twice `kept`, so that whole files of them are merged before they go."""
 
     def __init__(self, log: RunLog, folder: Path, replicas: int, kept: int = KEPT, history: int = 0) -> None:
         self._log, self._folder = log, folder
@@ -65,6 +63,7 @@ class Compaction:
         self._questions = Background[list[str]]()  # to a storage; the driver must not wait for it
         self._files = Background[None]()  # of the log on disk, likewise
         self._stop = threading.Event()
+        self._behind: deque[Behind] = deque()  # where the disk may begin: as the driver's copy did, the oldest first
         self._next = 0  # length of the log at which it is looked at again
 
     def restore(self, log: Log) -> None:
@@ -85,12 +84,17 @@ class Compaction:
                 begin = self._begin(log, self._kept)
                 if begin > self._log.begin:
                     self._log.compact(Behind(begin, log.genesis))
-            if len(log.entries) >= 2 * self._history:
-                log.drop(self._begin(log, self._history), advance)
+            if len(log.entries) >= 3 * self._kept:
+                log.drop(self._begin(log, 2 * self._kept), advance)
+                if not self._behind or self._behind[-1] != log.behind:
+                    self._behind.append(log.behind)
         except (OSError, Retryable):
             pass
+        while len(self._behind) > 1 and self._behind[1].begin <= len(log) - self._history:
+            self._behind.popleft()
+        old = self._behind[0] if self._behind and self._behind[0].begin <= len(log) - self._history else Behind()
         # `log.drop` makes another list, so this one only grows
-        self._files.ask(self._next, partial(self._tidy, log.behind, log.entries), wait_s=0.0)
+        self._files.ask(self._next, partial(self._tidy, old, log.behind.begin, log.entries), wait_s=0.0)
 
     def settle(self, wait_s: float = _CLOSE_S) -> bool:
         """Wait for what goes on in the background; whether it has ended."""
@@ -101,10 +105,10 @@ class Compaction:
         self._stop.set()
         self.settle()
 
-    def _tidy(self, behind: Behind, entries: Sequence[CommitRecord]) -> None:
+    def _tidy(self, old: Behind, begin: int, entries: Sequence[CommitRecord]) -> None:
         folder = self._folder / "lineage"
-        forget_before(folder, behind)
-        merge_files(folder, entries, behind.begin, self._stop.is_set)
+        forget_before(folder, old)
+        merge_files(folder, entries, begin, self._stop.is_set)
 
     def _begin(self, log: Log, kept: int, wait_s: float = QUICK_S) -> int:
         """Nothing is deleted while a storage does not say what it has; `wait_s`: for its answer."""

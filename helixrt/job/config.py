@@ -173,12 +173,18 @@ class ChaosConfig:
     """{from: 1, to: 2, delay_ms: 60, steps: [20, 60]}: see `helixrt.job.link_delays`."""
 
 
+RESUME, FETCH, STOP = "resume", "fetch", "stop"  # checks.on_divergence
+
+
 @dataclass(frozen=True)
 class ChecksConfig:
     """What is compared while the run goes."""
 
     every: int = 50
-    """In so many steps replicas compare all of their state, a part in each; a difference ends the run. 0: they do not."""
+    """In so many steps replicas compare all of their state, a part in each. 0: they do not."""
+    on_divergence: str = RESUME
+    """What a difference does: `resume`: the run goes on, in a new life, from its newest checkpoint whose state was found equal;
+    `fetch`: the replicas that differ fetch the state of the others, which makes them equal, and no more; `stop`."""
     same_streams: bool = False
     """Several streams may give the same batches; else the run is refused after a few steps."""
     strict_data: bool = False
@@ -218,11 +224,11 @@ class JobConfig:
     heartbeat_s: float = 0.0
     """Of the membership: a replica that does not run takes no part after 1.5 heartbeats; 0: derived."""
     restarts: int = 3
-    """How often a lost replica is started again within `restart_window_s`."""
+    """How often a lost replica is started again before it contributes to a commit."""
     fatal_restarts: int = 2
     """How many of these may follow an exception in one of its ranks."""
-    restart_window_s: float = 3600.0
-    """Earlier restarts do not count."""
+    signal_grace_s: float = 25.0
+    """After SIGTERM, SIGINT or SIGHUP to the driver: the time for the last checkpoint. Launchers kill after 30 s by default."""
     on_poison: str = "stop"
     """What is done about a batch that ends the same replica twice: `stop` the run | `skip` the batch."""
     supersede_after_s: float = 600.0
@@ -270,7 +276,8 @@ class JobConfig:
     @staticmethod
     def from_plain(raw: dict[str, Any]) -> JobConfig:
         """Inverse of `to_plain`; lists (from JSON) become tuples again."""
-        return JobConfig(**{**raw, **job_parts(raw)})
+        plain = {key: value for key, value in raw.items() if key != "restart_window_s"}  # which runs of before had
+        return JobConfig(**{**plain, **job_parts(raw)})
 
 
 def job_parts(raw: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.replica.contracts import Membership, StateTransport
 from helixrt.replica.membership import SoloMembership, TorchftMembership
 from helixrt.replica.rank_monitor import monitors
-from helixrt.replica.run_keys import ended_key
 from helixrt.replica.store import split_address
 from helixrt.replica.store_membership import StoreMembership
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct
@@ -54,7 +53,8 @@ def replica_mesh(context: RankContext, device: torch.device) -> ReplicaMesh:
     if dist.is_initialized():
         raise MisuseError(
             "torch.distributed was initialized before session.parallelize, which must do it for helixrt.Mesh(...); leave "
-            "init_process_group out, and take session.device_mesh for collectives inside the replica"
+            "init_process_group out, and take session.device_mesh for collectives inside the replica; an Accelerator or "
+            "PartialState of accelerate, which initializes it too, is made after the first use of session.device_mesh"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -186,9 +186,9 @@ def membership(context: RankContext) -> Membership:
             context.replica,
             spec.incarnation,
             spec.lighthouse,
+            store,
             context.timeouts,
             spec.run_epoch_s,
-            lambda replica, incarnation: store.get(ended_key(replica, incarnation)) is not None,
             context.interface,
         )
     others = monitors(store, context.life, context.group_world_size, context.timeouts.start_s)

@@ -99,13 +99,16 @@ class Console:
             return self._waiting.popleft()
 
     def _put(self, descriptor: int | None, text: str) -> None:
-        with suppress(OSError, ValueError):  # ValueError: the stream is closed, or cannot encode the text
+        with suppress(OSError, ValueError):  # ValueError: the stream is closed
+            encoding, errors = (getattr(self._stream, name, None) for name in ("encoding", "errors"))
+            encoding = encoding or "utf-8"
+            encoded = text.encode(encoding, "backslashreplace" if errors in (None, "strict") else errors)
             if descriptor is None:
-                self._stream.write(text)
+                self._stream.write(encoded.decode(encoding))
                 self._stream.flush()
                 return
             self._stream.flush()  # what others have printed before
-            data = memoryview(text.encode(self._stream.encoding or "utf-8", self._stream.errors or "strict"))
+            data = memoryview(encoded)
             while data:
                 try:
                     data = data[os.write(descriptor, data) :]

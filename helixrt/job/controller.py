@@ -8,13 +8,14 @@ whether ranks are local processes or Ray actors.
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -26,7 +27,18 @@ from helixrt.job.policies import Options, Phase, RunState, StopRun
 from helixrt.job.stuck import Limits
 from helixrt.job.watch import ProgressWatch
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
-from helixrt.replica.run_keys import EXIT_KEY, done_key, ended_key, leave_key, poison_key, running_key, saves_key
+from helixrt.replica.run_keys import (
+    EXIT_KEY,
+    cause_key,
+    done_key,
+    ended_key,
+    given_up_key,
+    leave_key,
+    poison_key,
+    ready_key,
+    running_key,
+    saves_key,
+)
 from helixrt.timeouts import Timeouts
 
 
@@ -44,7 +56,9 @@ class Happening(Enum):
     REFUSED = "refused"  # what the user asked for
     WAITING = "waiting"  # for resources to start its ranks with
     SKIPPED = "skipped"  # a batch of its stream, which ended it twice
+    FAILED = "failed"  # its program: behind the loop, or so that the run ends
     STOPPED = "stopped"
+    LEAVING = "leaving"  # the run: the driver got a signal
     ATTACHED = "attached"  # a driver to the run, whose ranks had trained on without one
 
 
@@ -60,10 +74,10 @@ class LifeEvent:
 
 
 class Terminated(SystemExit):
-    """The process was asked to end by SIGTERM; as a SystemExit its code is 143."""
+    """The process was asked to end by a signal; as a SystemExit its code is 128 and the signal's number."""
 
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
 
 
 _NEW_PHASE = {
@@ -100,6 +114,7 @@ class Controller:
         store_patience_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         timeouts: Timeouts | None = None,
+        signal_grace_s: float = 25.0,
     ) -> None:
         self.history: list[LifeEvent] = []
         self.state = RunState.initial(options)
@@ -117,7 +132,14 @@ class Controller:
             self._watch = ProgressWatch(store, limits, period_s, clock, launcher.working_on)
         self._look_s, self._looks_at = 0.0, -math.inf  # when the store is read for all replicas again
         self._wake = threading.Event()
+        self._signal_grace_s = signal_grace_s
         self._signal: int | None = None
+        self._raised: BaseException | None = None  # by the user's own handler of it
+        self.at_once = False
+        """A second signal has ended the run."""
+        self.lets_leave = False
+        """After a signal some replicas were still leaving: the process that has them lets them complete that."""
+        self._leaves_by_s: float | None = None  # once the replicas were asked to leave because of it
 
     def take_over(self, state: RunState, alive: frozenset[tuple[int, str]], why: str) -> None:
         """Before `run`: go on from where another controller of this life of the run has stopped. `alive`: the ranks
@@ -141,26 +163,32 @@ class Controller:
         """Start all replicas, or go on with those that were taken over, and see them through; returns how the run ended, with
         no rank left.
 
-        There is a round every `poll_s`, in which exits are seen. What is not urgent waits for the first round that comes
-        `look_s` after its last: whether a replica that runs is done, and `tick`, which is also called at the end. Ctrl-C
-        raises KeyboardInterrupt and SIGTERM raises `Terminated` from here, once every rank is gone; so does whatever `tick` or
-        the launcher raise. Raises Retryable when the store has been away for too long: ranks that outlive this process go on
-        then.
+        There is a round every `poll_s`, in which exits are seen. What is not urgent waits for the first round with an exit, or
+        that comes `look_s` after its last: whether a replica that runs is done, and `tick`, which is also called at the end.
+        At the first SIGINT, SIGTERM or SIGHUP the replicas are asked to leave, with their state saved, within
+        `signal_grace_s`; then, once every rank is gone, what the user's own handler of it has raised is raised from here, else
+        KeyboardInterrupt or `Terminated`. Ranks that outlive this process may leave later (`lets_leave`). A second signal ends
+        the ranks at once; so does whatever `tick` or the launcher raise. Raises Retryable when the store has been away for too
+        long: ranks that outlive this process go on then.
         """
         goes_on, ticks_at, self._look_s = False, self._clock(), look_s
         with self._signals():
             try:
                 if not self._attached:
                     self._feed(policies.Began())
-                while self.state.stopped is None:
+                while self.state.stopped is None and not self._has_left():
                     self._pause(poll_s)
-                    self._round()
-                    if self._clock() >= ticks_at:
+                    ended = sorted(self._launcher.poll(), key=lambda e: policies.severity(e.code))
+                    if ended or self._clock() >= ticks_at:  # an end is judged by what was committed before
                         ticks_at = self._clock() + look_s
                         with suppress(Retryable):  # `_round` knows for how long the store has been away
                             tick()
-                if self.state.stopped.ok:
+                    self._round(ended)
+                if self.state.stopped is not None and self.state.stopped.ok:
                     self._let_go(poll_s, tick)
+                if self._signal is not None:
+                    self.lets_leave = goes_on = self._launcher.outlives_driver and self._some_leave()
+                    raise self._interruption(self._signal)
             except Retryable:
                 goes_on = self._launcher.outlives_driver and self.state.stopped is None
                 raise
@@ -169,15 +197,15 @@ class Controller:
                     with self._undisturbed():
                         self._launcher.close()
             tick()
+        assert self.state.stopped is not None
         return self.state.stopped
 
-    def _round(self) -> None:
-        """See what happened since the last round and act on it.
+    def _round(self, ended: Sequence[RankExit]) -> None:
+        """Act on what happened since the last round.
 
         Exits are taken before the store is read: a rank says that it is done before it exits, so
         whoever has exited in good order is known to be done when its exit is judged.
         """
-        ended = sorted(self._launcher.poll(), key=lambda e: policies.severity(e.code))
         try:
             if self._read_store(bool(ended)):
                 self._store_lost_s = None
@@ -241,6 +269,12 @@ class Controller:
         if isinstance(decision, Refuse):
             self._tell(Happening.REFUSED, event.replica, self.state.replicas[event.replica].incarnation, decision.reason)
 
+    def committed(self, lives: Iterable[tuple[int, int]]) -> None:
+        """These replicas (and incarnations) have contributed to steps that were committed. From `tick` alone."""
+        for replica, incarnation in lives:
+            if self.state.replicas[replica].losses:
+                self._feed(policies.Committed(replica, incarnation))
+
     def _feed(self, event: policies.Event) -> None:
         before = self.state
         self.state, decisions = policies.decide(before, event, self._clock(), self._options)
@@ -256,6 +290,9 @@ class Controller:
                     self._tell(lost, index, old.incarnation, new.why)
                 kind = lost if new.phase is Phase.LOST else _NEW_PHASE[new.phase]
                 self._tell(kind, index, new.incarnation, new.why)
+        if isinstance(event, policies.RankEnded) and self.state.stopped and self.state.replicas == before.replicas:
+            if event.code != policies.DIVERGED_EXIT:  # the driver says what differs, and what follows
+                self._tell(Happening.FAILED, event.replica, event.incarnation, event.reason)
         for decision in decisions:
             self._execute(decision)
 
@@ -274,6 +311,10 @@ class Controller:
                 self._launcher.start(spec)
         elif isinstance(decision, policies.KillReplica):
             self._launcher.kill(decision.replica)
+        elif isinstance(decision, policies.GiveUp):
+            with suppress(Retryable):  # else they wait for it until their own limit
+                self._store.put_if_absent(given_up_key(decision.replica), decision.reason)
+                self._store.put_if_absent(ready_key(decision.replica), "given up")
         elif isinstance(decision, policies.SkipBatch):
             self._list_poison(decision.replica, str(decision.position))
             incarnation = self.state.replicas[decision.replica].incarnation
@@ -298,13 +339,19 @@ class Controller:
                 self._pause(0.2)
 
     def _event_of(self, exit_: RankExit) -> policies.RankEnded:
-        replica, rank, reason, position = exit_.coordinate.replica, str(exit_.coordinate), exit_.reason, None
+        replica, rank, position = exit_.coordinate.replica, str(exit_.coordinate), None
+        if exit_.code == policies.RETRY_EXIT and self._options.ranks_per_replica > 1:
+            with suppress(Retryable):
+                if (cause := self._store.get(cause_key(replica, exit_.incarnation))) is not None:
+                    exit_ = replace(exit_, **json.loads(cause))
+        reason = exit_.reason
         if self._watch is not None:
             position = self._watch.position(replica, exit_.incarnation, rank)
             stuck = self._watch.complaint(replica, exit_.incarnation, rank) if exit_.code > 0 else ""
             reason += f"; {stuck}" if stuck else ""
         saves = exit_.code == policies.LEFT_EXIT and self._saves(replica, exit_.incarnation)
-        return policies.RankEnded(replica, exit_.incarnation, rank, exit_.code, reason, position, saves)
+        where = (position, saves, exit_.error, exit_.host)
+        return policies.RankEnded(replica, exit_.incarnation, rank, exit_.code, reason, *where)
 
     def _saves(self, replica: int, incarnation: int) -> bool:
         try:
@@ -313,14 +360,24 @@ class Controller:
             return True  # it may
 
     def _let_go(self, poll_s: float, tick: Callable[[], None]) -> None:
-        """Tell the ranks to exit and wait for them; who stays longer than the grace is killed by close."""
+        """Tell the ranks to exit and wait for them; who stays longer than the grace is killed by close. The run has failed if
+        the user's code behind the loop does not return."""
         self._store.put_if_absent(EXIT_KEY, "ok")
-        deadline = self._clock() + self._exit_grace_s
+        deadline, failed = self._clock() + self._exit_grace_s, list[RankExit]()
         while self._alive and self._clock() < deadline:
             self._pause(poll_s)
+            if self._signal is not None and self._leaves_by_s is None:
+                self._leaves_by_s = self._clock() + self._signal_grace_s
+                deadline = min(deadline, self._leaves_by_s)
             for exit_ in self._launcher.poll():
                 self._alive.discard((exit_.incarnation, str(exit_.coordinate)))
+                if exit_.code and self.state.replicas[exit_.coordinate.replica].phase is Phase.FINISHED:
+                    failed.append(exit_)
+                    self._tell(Happening.FAILED, exit_.coordinate.replica, exit_.incarnation, exit_.reason)
             tick()
+        if failed:
+            first = min(failed, key=lambda e: policies.severity(e.code))
+            self.state = replace(self.state, stopped=StopRun(False, f"after the last step, {first.reason}"))
 
     def _tell(self, kind: Happening, replica: int, incarnation: int, why: str = "") -> None:
         event = LifeEvent(kind, replica, incarnation, time.time(), why)
@@ -329,43 +386,86 @@ class Controller:
 
     def _pause(self, poll_s: float) -> None:
         self._wake.wait(poll_s)
-        if self._signal == signal.SIGTERM:
-            raise Terminated
-        if self._signal is not None:
-            raise KeyboardInterrupt
+        self._wake.clear()
+
+    @property
+    def asked_by(self) -> str:
+        """The signal by which the run ends; "" without one."""
+        return "" if self._signal is None else signal.Signals(self._signal).name
+
+    def _has_left(self) -> bool:
+        """After a signal: whether no replica that runs is left, or the grace is over."""
+        to = "driver"
+        if self._signal is None and self._launcher.told_to_end:
+            self._signal, to = signal.SIGTERM, "keeper of the run"
+        if self._signal is None:
+            return False
+        if self._leaves_by_s is None:
+            self._leaves_by_s = self._clock() + self._signal_grace_s
+            why = f"{self.asked_by} to the {to}"
+            for index, replica in enumerate(self.state.replicas):
+                if replica.phase in policies.ACTIVE:
+                    with suppress(Retryable):
+                        self._store.put_if_absent(leave_key(index, replica.incarnation), why)
+            with suppress(Retryable):
+                self._launcher.leaving()
+            self._tell(Happening.LEAVING, -1, 0, f"{why}: the replicas save their state and leave; another signal ends at once")
+            self.state = replace(self.state, replicas=tuple(replace(r, drained=True) for r in self.state.replicas))
+        return self._clock() >= self._leaves_by_s or not self._some_leave()
+
+    def _some_leave(self) -> bool:
+        return any(
+            r.phase is Phase.RUNNING or (r.phase is Phase.LOST and r.left and len(r.ended) < self._options.ranks_per_replica)
+            for r in self.state.replicas
+        )
+
+    def _interruption(self, number: int) -> BaseException:
+        return self._raised or (KeyboardInterrupt() if number == signal.SIGINT else Terminated(number))
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turn SIGINT and SIGTERM into a flag, so that none strikes between a start and its record.
-
-        A second one raises at once, in case `tick` hangs. Outside the main thread: no change.
-        """
+        """Turn signals into a flag, so that none strikes between a start and its record; the user's own handlers are called,
+        too. A second one raises at once, in case `tick` hangs. Outside the main thread: no change. SIGHUP does not end ranks
+        that go on without this process, and a second one is ignored: a terminal that is closed may send several."""
+        numbers = [signal.SIGINT, signal.SIGTERM, *([] if self._launcher.outlives_driver else [signal.SIGHUP])]
+        users = {number: signal.getsignal(number) for number in numbers}
 
         def note(number: int, frame: FrameType | None) -> None:
+            if self._signal == number == signal.SIGHUP:
+                return
             again, self._signal = self._signal is not None, number
             self._wake.set()
             if again:
-                raise KeyboardInterrupt
+                self.at_once = True
+                raise self._interruption(number)
+            own = users[signal.Signals(number)]
+            if callable(own) and own is not signal.default_int_handler:
+                try:
+                    own(number, frame)
+                except BaseException as error:
+                    self._raised = error
 
-        with _handlers(note):
+        with handlers(note, numbers):
             yield
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """No signal interrupts the end of the ranks; it has a deadline of its own."""
-        with _handlers(lambda number, frame: None):
+        with handlers(lambda number, frame: None, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
             yield
 
 
 @contextmanager
-def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handlers(handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Signals that are ignored, as SIGHUP is under nohup, stay so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     old: dict[int, Any] = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            old[number] = signal.signal(number, handler)
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                old[number] = signal.signal(number, handler)
         yield
     finally:
         for restored, previous in old.items():

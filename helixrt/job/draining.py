@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from helixrt.errors import ConfigError
+from helixrt.job.background import Background
 from helixrt.job.policies import ACTIVE, Phase, RunState
 
 _FILE = "drain.{}"  # in the run's folder, by replica; from the command to the driver
@@ -116,15 +117,16 @@ def take_requests(folder: Path, replicas: int) -> list[DrainAsked]:
 
 
 class DrainRequests:
-    """The requests in a run's folder, for the driver: it looks for them at most once a second."""
+    """The requests in a run's folder, for the driver: it looks for them at most once a second, and waits for no storage."""
 
     def __init__(self, folder: Path, replicas: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._replicas, self._clock = folder, replicas, clock
         self._next_s = clock()
+        self._look = Background[list[DrainAsked]]()
 
     def take(self) -> list[DrainAsked]:
-        """As `take_requests`; nothing within a second of the last look."""
+        """As `take_requests`, perhaps later; nothing within a second of the last look."""
         if self._clock() < self._next_s:
             return []
         self._next_s = self._clock() + _LOOK_S
-        return take_requests(self._folder, self._replicas)
+        return self._look.ask("", lambda: take_requests(self._folder, self._replicas)) or []

@@ -14,24 +14,27 @@ import secrets
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from helixrt.errors import ConfigError, Retryable
+from helixrt.errors import ConfigError, HelixError, Retryable
 from helixrt.job import checkpoint as checkpoints
+from helixrt.job.background import Background
 from helixrt.job.chaos import driver_is_due
 from helixrt.job.compaction import Compaction
-from helixrt.job.config import ChaosConfig, JobConfig
+from helixrt.job.config import RESUME, ChaosConfig, JobConfig
 from helixrt.job.controller import LOOK_S, Controller, Happening, LifeEvent
 from helixrt.job.description import Description
+from helixrt.job.divergence import Divergence, said
 from helixrt.job.draining import DrainAsked, DrainRequests
 from helixrt.job.effects import without_effect
 from helixrt.job.keeper import LOCK_FILE
 from helixrt.job.keeper_start import kept_run
 from helixrt.job.kept_run import Standing, absence_of, way_on
 from helixrt.job.leader_reports import Finished
-from helixrt.job.lineage_files import drop_from, read_log, write_durably
+from helixrt.job.lineage_files import drop_from, read_log, with_history, write_durably
 from helixrt.job.lives import Lives
 from helixrt.job.loggers import MetricsLogger
 from helixrt.job.loss_acceptance import take_acceptance
@@ -40,14 +43,15 @@ from helixrt.job.output import RunOutput, new_run_folder, point_latest_to
 from helixrt.job.place_owner import check_owner, take
 from helixrt.job.places import coordinates, group_world_size
 from helixrt.job.policies import Options, StopRun
-from helixrt.job.ray_run import Reserved
+from helixrt.job.ray_run import Reserved, stop_s
 from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_accumulation, keep_stream, restore_accumulation, restore_stream
 from helixrt.job.run_lock import RunLock, lock_on
 from helixrt.job.services import ServedHere, Services
 from helixrt.job.shared_validation import SharedValidations
+from helixrt.job.storage_trouble import in_words
 from helixrt.job.stored_path import Place, check_writable, place_in, place_of
-from helixrt.protocol.step.lineage import Behind, CommitRecord, Log, audit, genesis
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 from helixrt.replica.contracts import Launcher, RankSpec, RunStore
 from helixrt.replica.run_keys import PLAN_KEY, accepted_key, done_key
 from helixrt.replica.runlog import RunLog
@@ -72,34 +76,36 @@ class JobProgram:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder and identity; `entries` is its log so far (the genesis alone for a new run), after what is `behind`."""
+    """A run's folder and identity; `log`: its log so far (the genesis alone for a new run), which the driver goes on with."""
 
     folder: Path
     name: str
     epoch_s: float
-    entries: tuple[CommitRecord, ...]
+    log: Log
     life: int = 0  # how often it was resumed
     agreed: int = -1  # the life whose streams agreed on what those of this one must agree on; -1: on nothing so far
     lock: RunLock | None = None  # of the folder, held until the run's end
-    behind: Behind = Behind()
     checkpoints: str = ""  # where they are; "": in the folder
     owner: str = ""  # the token by which they are this life's, where they are elsewhere (`place_owner`)
 
 
 def new_run(config: JobConfig) -> Run:
-    """Make the run's folder, with its settings and identity in it. Raises ConfigError (checkpoint.path) for a storage that
-    cannot be written."""
+    """Make the run's folder, with its settings and identity in it. Raises ConfigError (storage, checkpoint.path) for a storage
+    that cannot be written."""
     name = f"{config.name}-{secrets.token_hex(4)}"
     place = None
     if config.checkpoint.path and config.checkpoint.every:
         place = place_in(config.checkpoint.path, name)
         check_writable("checkpoint.path", place)
-    folder = new_run_folder(Path(config.output.root))
-    lock, entries = RunLock(folder, name, 0), (genesis(name, config.mesh.replicas),)
-    owner = "" if place is None else _taken(place, name, folder)
-    run = Run(folder, name, time.time(), entries, lock=lock, checkpoints=str(place or ""), owner=owner)
-    write_durably(folder / "config.json", json.dumps(config.to_plain(), indent=1))
-    _write_identity(run, config.mesh.replicas)
+    try:
+        folder = new_run_folder(Path(config.output.root))
+        lock, log = RunLock(folder, name, 0), Log([genesis(name, config.mesh.replicas)])
+        owner = "" if place is None else _taken(place, name, folder)
+        run = Run(folder, name, time.time(), log, lock=lock, checkpoints=str(place or ""), owner=owner)
+        write_durably(folder / "config.json", json.dumps(config.to_plain(), indent=1))
+        _write_identity(run, config.mesh.replicas)
+    except OSError as error:
+        raise ConfigError("storage", config.output.root, f"cannot be written: {in_words(error)}") from error
     return run
 
 
@@ -109,8 +115,9 @@ def _write_identity(run: Run, replicas: int) -> None:
     write_durably(run.folder / "run.json", json.dumps(identity))
 
 
-def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, replicas: int, dealt: bool = False) -> Run:
-    """A new life of the run in this folder, from one of its checkpoints. `dealt`: its data is dealt over other streams.
+def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint | None, replicas: int, dealt: bool = False) -> Run:
+    """A new life of the run in this folder, from one of its checkpoints, or (None) from its initial values. `dealt`: its data
+    is dealt over other streams.
 
     Nothing is changed before the folder is locked and the checkpoint is known to be there still. Raises ConfigError (resume).
     """
@@ -123,29 +130,32 @@ def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, replicas: int
         raise
 
 
-def _reopened(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool, identity: dict[str, Any], lock: RunLock) -> Run:
+def _reopened(
+    folder: Path, checkpoint: checkpoints.Checkpoint | None, dealt: bool, identity: dict[str, Any], lock: RunLock
+) -> Run:
     """See `reopened_run`; the folder is locked."""
     kept = kept_run(folder)
     if kept is not None and lock_on(folder / LOCK_FILE):
         rule = f"its ranks may be alive: its keeper ({kept.where}) has not ended, and does not answer here"
         raise ConfigError("resume", folder, f"{rule}; attach to it with `helixrt attach` where it is, or end it first")
-    if not checkpoints.is_complete(checkpoint.folder):
+    if checkpoint is not None and not checkpoints.is_complete(checkpoint.folder):
         raise ConfigError("resume", folder, f"its checkpoint {checkpoint.folder.name} was deleted meanwhile; resume again")
     log = read_log(folder / "lineage")
-    if log.get(checkpoint.record.hash) is None:
+    if checkpoint is None and log.behind.begin:
+        raise ConfigError("resume", folder, "it has no checkpoint to go on from, and its lineage no longer begins with step 0")
+    if checkpoint is not None and log.get(checkpoint.record.hash) is None:
         rule = f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}"
         raise ConfigError("resume", "true", rule)
     place = identity.get("checkpoints", "")
     if place:
         check_owner(place_of(place), identity["run"], folder)
     drop_from(folder / "lineage", len(log))
-    entries = tuple(log.entries)
     # Generations must go on upwards, also where this machine's clock is behind the one that gave the last.
-    epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
-    life = 1 + max(identity["life"], *(entry.life for entry in entries))
-    agreed = -1 if dealt else checkpoint.record.life
+    epoch_s = min(identity["epoch_s"], time.time() - log.head.generation / 1e6 - 1.0)
+    life = 1 + max(identity["life"], *(entry.life for entry in log.entries))
+    agreed = -1 if dealt else 0 if checkpoint is None else checkpoint.record.life
     owner = _taken(place_of(place), identity["run"], folder) if place else ""
-    run = Run(folder, identity["run"], epoch_s, entries, life, agreed, lock, log.behind, place, owner)
+    run = Run(folder, identity["run"], epoch_s, log, life, agreed, lock, place, owner)
     _write_identity(run, identity["replicas"])  # before any rank starts: lives of a run are never numbered alike
     if (folder.parent.parent / "latest").is_symlink():  # else the folder was moved
         point_latest_to(folder)
@@ -158,8 +168,10 @@ def _taken(place: Place, name: str, folder: Path) -> str:
     try:
         return take(place, name, folder)
     except OSError as error:
-        rule = f"cannot be written: {' '.join(str(error).split())}"
-        raise ConfigError("checkpoint.path", place, rule) from error
+        raise ConfigError("checkpoint.path", place, f"cannot be written: {in_words(error)}") from error
+
+
+_REPORT_S = 1.5  # of the time that a launcher gives a driver to end
 
 
 class Driver:
@@ -186,7 +198,7 @@ class Driver:
         self.address = self._services.address
         self.store: RunStore = run_store(self.address, self._services.durable, self.secret)
         self.log = RunLog(self.store)
-        self.seen = Log(run.entries, run.behind)
+        self.seen = run.log
         self.reached = self.seen.head
         """The record whose state the replicas have ended with, once the run has ended."""
         self._compaction = Compaction(self.log, run.folder, config.mesh.replicas)
@@ -206,11 +218,16 @@ class Driver:
         self._requests = DrainRequests(run.folder, config.mesh.replicas)
         self._asked: list[DrainAsked] = []  # by the user, and not carried out yet
         self._accepts = False  # a loss, likewise
+        self._acceptance = Background[bool]()
         self._stream_kept = run.agreed >= 0 and restore_stream(self.store, run.folder, run.agreed, run.life)
         self._accumulation_kept = False
         if run.agreed >= 0:
             restore_accumulation(self.store, run.folder)
         self._lives = Lives(self.store, config.mesh, kept=services is not None)
+        self.failure = ""
+        """Why the run failed, once it has ended so."""
+        self.diverged: Divergence | None = None
+        """How replicas were found to differ, once the run has ended by it."""
 
     def specs(self, replica: int, incarnation: int) -> list[RankSpec]:
         """What the ranks of one life of a replica are told."""
@@ -236,6 +253,10 @@ class Driver:
     def launcher(self) -> Launcher:
         return self._services.launcher()
 
+    def end_store(self) -> None:
+        """After `run`, where another life of the run begins in this process."""
+        self._services.end_store()
+
     # ---------------------------------------------------------------- the run
 
     def run(self) -> int:
@@ -245,7 +266,6 @@ class Driver:
             ranks_per_replica=group_world_size(self.config.mesh),
             max_restarts=self.config.restarts,
             fatal_restarts=self.config.fatal_restarts,
-            restart_window_s=self.config.restart_window_s,
             on_poison=self.config.on_poison,
             start_timeout_s=self.timeouts.start_s,
             save_s=self.config.checkpoint.write_s if self.config.checkpoint.every else 0.0,
@@ -255,7 +275,14 @@ class Driver:
             self.output.say(line)
         try:
             self.controller = Controller(
-                self.launcher(), self.store, self.specs, options, self._lived, self.program.exit_grace_s, timeouts=self.timeouts
+                self.launcher(),
+                self.store,
+                self.specs,
+                options,
+                self._lived,
+                self.program.exit_grace_s,
+                timeouts=self.timeouts,
+                signal_grace_s=min(self.config.signal_grace_s, stop_s() - _REPORT_S),
             )
             if self._standing is not None:
                 self._attach(self._standing)
@@ -273,6 +300,11 @@ class Driver:
                 self.output.say(f"{lost}; {how}")
             if begun:
                 self._report((), self._advance())
+            raise
+        except BaseException:
+            if ours and hasattr(self, "controller"):
+                self._interrupted()
+                ours = not self.controller.lets_leave
             raise
         finally:
             self.output.close()
@@ -292,7 +324,26 @@ class Driver:
         self.output.attached(absence, [entry for entry in self.seen.entries if entry.step > absence.first])
         self.controller.take_over(standing.state, standing.alive, told)
 
+    def _interrupted(self) -> None:
+        """After a signal or an error: say from where the run can go on, and, unless it ends at once, write the report."""
+        with suppress(Exception):  # the first error is more useful
+            if self.controller.asked_by and not self.controller.at_once:
+                self._tick()
+            how = f"by {self.controller.asked_by}" if self.controller.asked_by else "early"
+            later = "; replicas that have not left yet may save a later one" if self.controller.lets_leave else ""
+            self.output.say(f"the run was ended {how} after step {self.seen.head.step}; {self._saved()}{later}")
+            if not self.controller.at_once:
+                self._report(self._finished(), self._advance())
+
+    def _saved(self) -> str:
+        """From where the run can go on. Raises Retryable where the storage does not answer."""
+        saved = checkpoints.checkpoint_of(self.run_.folder)
+        return "it has no checkpoint" if saved is None else f"its newest checkpoint is of step {saved.record.step}"
+
     def _lived(self, event: LifeEvent) -> None:
+        if event.kind is Happening.LEAVING:
+            self.output.say(event.why)
+            return
         self.output.life(event)
         if event.kind is Happening.RUNNING:
             self._lives.runs(event.replica, event.incarnation)
@@ -314,7 +365,7 @@ class Driver:
         while self._asked:  # what the store does not take now is tried again
             self.controller.drain(self._asked[0])
             del self._asked[0]
-        self._accepts = self._accepts or take_acceptance(self.run_.folder)
+        self._accepts = self._accepts or bool(self._acceptance.ask("", lambda: take_acceptance(self.run_.folder)))
         if self._accepts:
             self.store.put_if_absent(accepted_key(self.seen.head.hash), "yes")
             self._accepts = False
@@ -325,6 +376,7 @@ class Driver:
             self.seen.append(entry)
             if driver_is_due(self.config.chaos, entry.step):
                 os.kill(os.getpid(), signal.SIGKILL)
+        self.controller.committed({life for entry in new for life in entry.contributors})
         self.output.committed(new)
         for joined in self._validations.due(self.seen, time.monotonic()):
             self._show(joined)
@@ -367,32 +419,40 @@ class Driver:
     def _end(self, stopped: StopRun) -> int:
         finished, advance = self._finished(), self._advance()
         found = audit(self.seen.chain(), advance, self.seen.behind.audit)
-        equal = len({(f.lineage, f.parameters_sha256, f.state_sha256) for f in finished}) == 1
+        equal = len({(f.lineage, f.parameters, f.state) for f in finished}) == 1
         self.reached = self._reached(finished)
         at_head = all(f.lineage == self.reached.hash for f in finished)
         self._report(finished, advance)
-        if not stopped.ok:
-            self.output.complain(f"the run failed: {stopped.reason}")
-            return 1
-        if finished and all(f.unsaved for f in finished):
+        self.diverged = None if stopped.ok else said(self.store)
+        if self.diverged is not None:
+            ends = self.config.checks.on_divergence != RESUME  # else `way_back` decides
+            self.failure = f"the run failed: {self.diverged.text}" if ends else self.diverged.text
+        elif not stopped.ok:
+            self.failure = f"the run failed: {stopped.reason}"
+        elif finished and all(f.unsaved for f in finished):
             lost = f"the weights of step {finished[0].step} are lost: their checkpoint could not be written"
-            self.output.complain(f"{lost} ({finished[0].unsaved})")
-            return 1
-        if not (equal and at_head and found.clean):
-            self.output.complain(f"the replicas did not end alike: {finished}, audit {found}")
-            return 1
-        return 0
+            self.failure = f"{lost} ({finished[0].unsaved})"
+        elif not (equal and at_head and found.clean):
+            self.failure = f"the replicas did not end alike: {finished}, audit {found}"
+        if self.failure:
+            self.output.complain(self.failure)
+        if not stopped.ok and self.seen.head.step > 0:
+            with suppress(HelixError):
+                self.output.say(f"the run ended after step {self.seen.head.step}; {self._saved()}")
+        return 1 if self.failure else 0
 
     def _report(self, finished: Sequence[Finished], advance: int) -> None:
         """Write the report and say what it holds. A run is as good without it: what goes wrong costs a message."""
         for joined in self._validations.rest(self.seen):
             self._show(joined)
+        self.output.settle()
         try:
+            whole = with_history(self.seen, self.run_.folder / "lineage")
             facts = RunFacts(
                 config=self.config,
                 description=self.program.description,
-                entries=tuple(self.seen.entries),
-                behind=self.seen.behind,
+                entries=tuple(whole.entries),
+                behind=whole.behind,
                 finished=tuple(finished),
                 history=tuple(self.controller.history),
                 advance=advance,

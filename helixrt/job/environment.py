@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -21,22 +20,22 @@ from pathlib import Path
 
 import torch
 
-from helixrt.engines.inner_group import lost_rank
-from helixrt.errors import ConfigError, Departed, MisuseError, Retryable, StartAgain
+from helixrt.errors import ConfigError, Departed, Retryable, causes_of, comes_again
 from helixrt.job.claims import LOOK_S, Claim, check_open, claim
 from helixrt.job.config import JobConfig
 from helixrt.job.group_watch import AWAY_S, GroupWatch
 from helixrt.job.hosts import is_loopback
 from helixrt.job.mesh import Mesh
-from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
-from helixrt.job.rank import RETRY_CODE, RankRuntime
+from helixrt.job.policies import FATAL_EXIT
+from helixrt.job.rank import RankRuntime, exit_code
 from helixrt.job.served import SETTINGS_KEY, fingerprint
 from helixrt.job.served_options import check_as_served
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
-from helixrt.job.session_rank import check_loop_ended, opened_session, place_in
-from helixrt.job.starters import REPLICA, SECRET, STORE, Place
+from helixrt.job.session_rank import check_loop_ended, is_return, opened_session, place_in, root_in
+from helixrt.job.starters import REPLICA, SECRET, STORE, Place, check_before, note_again
 from helixrt.replica.contracts import RankSpec, RunStore
+from helixrt.replica.rank_log import RankEnd
 from helixrt.replica.run_keys import SERVED_KEY, exit_key, spec_key
 from helixrt.replica.store import TcpRunStore, split_address
 from helixrt.replica.versions import check_versions
@@ -97,17 +96,19 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
     """A session of this process's rank. On the way out the server is told how the rank ended.
 
     Raises ConfigError for a place or settings that do not fit the run, Retryable without the store or when another rank of the
-    replica is lost, MisuseError at the end of a loop that was left early; what is raised inside gets a note that says in which
-    step.
+    replica is lost, Fatal where torchrun tries again what would come again, MisuseError at the end of a loop that was left
+    early; what is raised inside gets a note that says in which step.
     """
     os.environ.setdefault("RUST_LOG", "error")  # torchft tells every connection otherwise
+    check_before()
     _wait_for(place.store, STORE_S)
     store = TcpRunStore(place.store)
     _check_run(store, place, choices)
     claimed = Claim(store, place)
     session: Session | None = None
     runtime: RankRuntime | None = None
-    code, why, where = FATAL_EXIT, "", f"r{place.replica}"
+    code, end, where = FATAL_EXIT, RankEnd(""), f"r{place.replica}"
+    left: SystemExit | None = None
     try:
         incarnation = claim(claimed, place, ADMISSION_S)
         where = f"r{place.replica} (incarnation {incarnation})"
@@ -117,26 +118,32 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
         life = (place.replica, incarnation)
         with RankRuntime(spec, config) as runtime, _watch(store, life, place, runtime):
             with opened_session(runtime, config, place.local_rank) as session:
-                yield Joined(session, spec, store, runtime)
+                try:
+                    yield Joined(session, spec, store, runtime)
+                except SystemExit as asked:
+                    if not is_return(asked):
+                        raise
+                    left = asked
                 check_loop_ended(session)
         code = 0
     except BaseException as raised:
-        error = _root_of(raised, place)
-        code = _code_of(error)
-        why = traceback.format_exception_only(error)[-1].strip()
+        error = root_in(raised, place.ranks)
+        code, end = exit_code(error), RankEnd.of(error)
+        if comes_again(error):
+            note_again(end.why)
         error.add_note(f"in {where if session is None else place_in(spec, session)}")
-        if runtime is not None and not isinstance(error, Departed):
-            runtime.broken(error)
-        if error is not raised:
+        if error not in causes_of(raised):
             raise error from raised
         raise
     finally:
         if claimed.incarnation is not None:
             with suppress(Retryable):  # the server is gone, too
-                told = json.dumps({"code": code, "why": why})
+                told = json.dumps({"code": code, "why": end.why, "error": end.error})
                 store.put_if_absent(exit_key(place.replica, claimed.incarnation, place.rank), told)
                 if session is not None and session.departed is not None and runtime is not None:
                     _leave_together(store, place, claimed.incarnation, runtime.leave_s)
+    if left is not None:
+        raise left
 
 
 def _watch(store: RunStore, life: tuple[int, int], place: Place, runtime: RankRuntime) -> GroupWatch:
@@ -158,24 +165,6 @@ def _leave_together(
         others = {rank for rank in others if store.get(exit_key(place.replica, incarnation, rank)) is None}
         if others:
             sleep(LOOK_S)
-
-
-def _root_of(error: BaseException, place: Place) -> BaseException:
-    """Retryable for what a collective raises when another rank of the replica has gone: no fault of the user's code."""
-    if place.ranks > 1 and (why := lost_rank(error)):
-        return Retryable(f"a rank of this replica is lost: {why}")
-    return error
-
-
-def _code_of(error: BaseException) -> int:
-    """The exit code that the server counts by; a setting that is wrong here is wrong at every start."""
-    if isinstance(error, MisuseError | ConfigError):
-        return MISUSE_EXIT
-    if isinstance(error, StartAgain):
-        return RELOAD_EXIT
-    if isinstance(error, Departed):
-        return LEFT_EXIT
-    return RETRY_CODE if isinstance(error, Retryable) else FATAL_EXIT
 
 
 def _wait_for(address: str, limit_s: float) -> None:

@@ -49,11 +49,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A user's function, and after how many updates it runs. `shared`: it takes a `Part` and returns `PartSums`."""
+    """A user's function, and after how many updates it runs. `shared`: it takes a `Part` and returns `PartSums`. `at_start`: it
+    also runs before the first update."""
 
     function: Callable[..., Any]
     every: int
     shared: bool = False
+    at_start: bool = False
 
     def __post_init__(self) -> None:
         if self.every < 1:

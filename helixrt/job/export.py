@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from helixrt.replica.portions import MODEL, Portion
 
 FILE_BYTES = 5_000_000_000  # of one file, as Hugging Face has it
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))  # in names: of torch.compile and of checkpoint_wrapper
+_TRAINED = re.compile(r"optimizer/.*/group/\d+/train_mode")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -69,7 +71,11 @@ def export(
         checkpoint = _chosen(source, step)
     except OSError as error:
         raise ConfigError("run", source, f"cannot be read: {' '.join(str(error).split())}") from error
-    placed = checkpoints.read_index(checkpoint).placed
+    index = checkpoints.read_index(checkpoint)
+    if any(_TRAINED.fullmatch(name) and value for part in index.parts for name, value in part.scalars.items()):
+        what = f"{checkpoint.folder.name} has the weights that a schedule-free optimizer trains, not the averaged ones"
+        raise ConfigError("run", source, f"{what}: call optimizer.eval() behind the loop, and save the model there")
+    placed = index.placed
     entries = {n.removeprefix(f"{MODEL}/"): e for n, e in placed.items() if n.startswith(f"{MODEL}/")}
     if not entries:
         raise ConfigError("run", source, f"the checkpoint {checkpoint.folder.name} names no parameters of a model")
@@ -91,8 +97,8 @@ def export(
         if len(groups) > 1:
             total = sum(_nbytes(entry) for entry in entries.values())
             where = {own[tensor]: name for name, group in zip(names, groups, strict=True) for tensor in group}
-            index = {"metadata": {"total_size": total}, "weight_map": where}
-            write_durably(unfinished / "model.safetensors.index.json", json.dumps(index, indent=2))
+            listed = {"metadata": {"total_size": total}, "weight_map": where}
+            write_durably(unfinished / "model.safetensors.index.json", json.dumps(listed, indent=2))
         if settings is not None:
             shutil.copyfile(settings, unfinished / "config.json")
         sync_folder(unfinished)

@@ -137,7 +137,7 @@ class ExternalLauncher(Launcher):
         said = self._store.get(exit_key(replica, incarnation, rank.group_rank))
         if said is not None:
             told = json.loads(said)
-            return self._ended(rank, told["code"], told["why"])
+            return self._ended(rank, told["code"], told["why"], told.get("error", ""))
         successor = self._store.get(claim_key(replica, incarnation + 1))
         if successor is not None:
             how = "ended without a word" if rank.process else "did not begin with all ranks of its replica"
@@ -167,8 +167,8 @@ class ExternalLauncher(Launcher):
         with suppress(Retryable):
             self._store.put_if_absent(ended_key(*rank.life), "yes")
 
-    def _ended(self, rank: _Rank, code: int, why: str) -> RankExit:
+    def _ended(self, rank: _Rank, code: int, why: str, error: str = "") -> RankExit:
         spec = rank.spec
         who = f"{spec.coordinate} incarnation {spec.incarnation}"
         cause = Cause(why, f"{who} ({rank.process})" if rank.process else who)
-        return RankExit(spec.coordinate, spec.incarnation, code, str(cause))
+        return RankExit(spec.coordinate, spec.incarnation, code, str(cause), error, rank.process.partition(":")[0])

@@ -31,8 +31,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from helixrt.job.inherited import Inherited, difference, inherited
-from helixrt.replica.adoption import GO, AdoptedProcess, CannotAdopt, adopting, reaped
+from helixrt.replica.adoption import GO, AdoptedProcess, CannotAdopt, adopting
 from helixrt.replica.orphan import PARENT_VARIABLE, command
+from helixrt.replica.process_group import reaped
 
 READY_S = 300.0  # a machine that takes longer for the imports starts its ranks the plain way
 _ANSWER_S = 60.0  # a fork takes milliseconds; a process that does not run takes for ever

@@ -19,8 +19,7 @@ from types import TracebackType
 
 from helixrt.errors import HelixError, Retryable, StartAgain
 from helixrt.job.leaving import LEAVE_S
-from helixrt.job.policies import LEFT_EXIT, RELOAD_EXIT
-from helixrt.job.rank import RETRY_CODE
+from helixrt.job.policies import LEFT_EXIT, RELOAD_EXIT, RETRY_EXIT
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.run_keys import EXIT_KEY, ended_key, exit_key, leave_key
 from helixrt.replica.telling import tell
@@ -107,7 +106,7 @@ class GroupWatch:
         self._end(found)
         if self._closed.wait(GRACE_S):
             return
-        code = RELOAD_EXIT if isinstance(found, StartAgain) else RETRY_CODE
+        code = RELOAD_EXIT if isinstance(found, StartAgain) else RETRY_EXIT
         tell(f"helixrt: {found}; this rank did not end within {GRACE_S:g} s, so its process ends")
         told = json.dumps({"code": code, "why": str(found)})
         with suppress(Retryable):

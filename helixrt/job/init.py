@@ -33,7 +33,7 @@ from helixrt.job.mesh import Mesh
 from helixrt.job.policies import MISUSE_EXIT
 from helixrt.job.served import ServerOrder
 from helixrt.job.session import Session
-from helixrt.job.starters import STORE, Place, place_of, starter
+from helixrt.job.starters import STORE, Place, check_alone, place_of, starter
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.orphan import PARENT_VARIABLE
 from helixrt.replica.telling import flush_all, tell, tell_traceback
@@ -86,6 +86,8 @@ def init(
         if outside:
             place = place_of(mesh=mesh)
         else:
+            if launcher == "auto":
+                check_alone("local")
             if mesh.ranks > 1:
                 how = f"start {mesh.ranks} for each replica with torchrun, or use helixrt.run, which starts them"
                 raise ConfigError("mesh", mesh, f"this is one process; {how}")
@@ -150,16 +152,16 @@ def _close(stack: ExitStack, here: Joined, process: int) -> None:
         return
     session = here.session
     failed: Any = here.departed or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if not session.began or session.left_early:
-        if failed is not None:  # the interpreter has printed it
-            try:
-                stack.__exit__(type(failed), failed, failed.__traceback__)
-            except BaseException as error:
-                if error is not failed:
-                    tell_traceback(error)
-            for note in getattr(failed, "__notes__", ()):
-                tell(str(note))
-            return
+    unfinished = not session.began or session.left_early
+    if failed is not None and (unfinished or not hasattr(sys, "ps1")):  # interactive: it may be of any line before
+        try:  # the interpreter has printed it
+            stack.__exit__(type(failed), failed, failed.__traceback__)
+        except BaseException as error:
+            if error is not failed:
+                tell_traceback(error)
+        for note in getattr(failed, "__notes__", ()):
+            tell(str(note))
+        return
     try:
         stack.__exit__(None, None, None)
     except BaseException as error:

@@ -8,6 +8,9 @@ Store and membership service are a process of their own (`served_apart`). When t
 store has its values from its journal, and the ranks train on. When the keeper itself is lost its ranks end with it; another
 takes over (`keeper_start`), tells their ends, and goes on with the orders.
 
+After SIGTERM, SIGINT or SIGHUP, to its driver or to itself, the replicas leave; it starts none any more, and ends when all have
+left or `signal_grace_s` is over, also if the driver has gone meanwhile. A second signal to it ends the run at once.
+
 It ends when the driver has ended the run, and when no driver has been there for `away_s`: then it ends the ranks, whose newest
 checkpoint stands, and the run may be resumed. As `python -m helixrt.job.keeper` it reads its order as JSON from standard input;
 on a Ray cluster it is a thread of a detached actor.
@@ -25,10 +28,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from helixrt.errors import ConfigError, Fatal, Retryable, StartAgain
 from helixrt.job.config import JobConfig
+from helixrt.job.controller import Terminated, handlers
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
     BEAT_S,
@@ -36,6 +41,7 @@ from helixrt.job.launch_orders import (
     CLOSED_KEY,
     DONE_KEY,
     ENDING_KEY,
+    LEAVING_KEY,
     UNATTENDED_KEY,
     Close,
     Kill,
@@ -55,7 +61,8 @@ from helixrt.job.ray_run import Reserved
 from helixrt.job.run_lock import RunLock
 from helixrt.job.served_apart import Addresses, ServedApart
 from helixrt.job.store_process import FOLDER as STORE_FOLDER
-from helixrt.replica.contracts import Launcher, RankExit, RunStore
+from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RunStore
+from helixrt.replica.run_keys import leave_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store_client import DurableRunStore
 from helixrt.replica.store_file import FILE as JOURNAL
@@ -66,6 +73,7 @@ LOCK_FILE = "keeper.lock"  # there: locked by the keeper as long as it lives
 SECRET_FILE = "keeper.secret"  # there, for its user alone: the run's secret, which a driver needs that attaches
 LOOK_S = 0.05
 _MOST_ROUND_S = 5.0  # a round that takes longer was suspended
+_GONE_S = 3 * BEAT_S  # of a driver that gives no sign, once the replicas have left
 STORE_S = 1.0  # how long the keeper tries a store that is away, before it looks at its process again
 BEGIN_S = 60.0  # for a store to begin
 LINGER_S = 60.0  # how long a driver that has ended the ranks may take for its report
@@ -180,6 +188,9 @@ class Keeper:
         self._replicas: dict[int, bool] = {}  # that were started -> whether it was told that they wait
         self._alive, self._entries, self._told_s = "", 0, clock()
         self._progress = Progress(clock())
+        self._living: set[tuple[Coordinate, int]] = set()  # ranks that were started and have not ended
+        self._signal = 0  # that has told this process to end
+        self._leaving_s: float | None = None  # since when the replicas leave
         if before is not None:
             self._take_over()
 
@@ -241,6 +252,8 @@ class Keeper:
                 time.sleep(LOOK_S)
         finally:
             with suppress(Retryable):
+                if self._signal:
+                    self._store.put_if_absent(LEAVING_KEY, "yes")
                 self._store.put_if_absent(ENDING_KEY, "yes")
             launcher.close()
             self._untold.clear()
@@ -270,8 +283,11 @@ class Keeper:
         begun = self._clock()
         self._progress.begin_round(begun)
         self._services.look()
-        self._untold += launcher.poll()
+        ended = launcher.poll()
+        self._untold += ended
+        self._living -= {(each.coordinate, each.incarnation) for each in ended}
         try:
+            self._look_for_leaving()
             if not self._obey(launcher) or self._store.get(DONE_KEY) is not None or self._is_alone(self._order.away_s):
                 return False
             self._tell_exits()
@@ -280,6 +296,21 @@ class Keeper:
         except Retryable:
             self._progress.lost_round(self._clock())
         return True
+
+    def signalled(self, number: int, frame: FrameType | None) -> None:
+        """The handler of the signals that end this process. Raises Terminated for the second one."""
+        if self._signal:
+            raise Terminated(number)
+        self._signal = number
+
+    def _look_for_leaving(self) -> None:
+        if self._signal:
+            why = f"{signal.Signals(self._signal).name} to the keeper of the run"
+            for coordinate, incarnation in self._living:
+                self._store.put_if_absent(leave_key(coordinate.replica, incarnation), why)
+            self._store.put_if_absent(LEAVING_KEY, "yes")
+        if self._leaving_s is None and self._store.get(LEAVING_KEY) is not None:
+            self._leaving_s = self._clock()
 
     def _linger(self) -> None:
         """A driver that has ended the ranks reads on, for its report."""
@@ -313,7 +344,8 @@ class Keeper:
                 return False
             if isinstance(order, Kill):
                 launcher.kill(order.replica)
-            elif isinstance(order, Start):
+            elif isinstance(order, Start) and self._leaving_s is None:
+                self._living.add((order.spec.coordinate, order.spec.incarnation))
                 self._replicas.setdefault(order.spec.coordinate.replica, False)
                 launcher.start(replace(order.spec, secret=self._order.secret, config=config))
         return True
@@ -353,7 +385,11 @@ class Keeper:
             self._told_s = now
 
     def _is_alone(self, limit_s: float) -> bool:
-        """Whether no driver has been there for so long, by this process's clock."""
+        """Whether no driver has been there for so long, by this process's clock; for less once all replicas have left, or the
+        time for that is over."""
+        if self._leaving_s is not None:
+            over = not self._living or self._clock() - self._leaving_s >= self._config.signal_grace_s
+            limit_s = min(limit_s, _GONE_S) if over else limit_s
         alive = self._store.get(ALIVE_KEY) or ""
         if alive != self._alive:
             self._alive = alive
@@ -381,7 +417,8 @@ def keep(order: KeeperOrder) -> None:
     """The whole life of a keeper."""
     keeper = Keeper(order)
     keeper.publish()
-    keeper.run()
+    with handlers(keeper.signalled, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
+        keeper.run()
 
 
 def keep_plain(raw: dict[str, Any]) -> None:
@@ -390,6 +427,10 @@ def keep_plain(raw: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    keep(KeeperOrder.from_plain(json.loads(sys.stdin.read())))
+    code = 0
+    try:
+        keep(KeeperOrder.from_plain(json.loads(sys.stdin.read())))
+    except Terminated as ended:
+        code = int(str(ended.code))
     flush_all()
-    os._exit(0)  # threads of torch and of servers must not keep it
+    os._exit(code)  # threads of torch and of servers must not keep it

@@ -25,6 +25,7 @@ from helixrt.job.launch_orders import (
     CLOSE_S,
     DONE_KEY,
     ENDING_KEY,
+    LEAVING_KEY,
     UNATTENDED_KEY,
     Close,
     KeptLauncher,
@@ -44,26 +45,28 @@ ANSWER_S = 20.0  # of a keeper that lives, on a busy machine
 
 
 class KeptServices(Services):
-    """Of a run with a keeper, whose secret the driver knows. `orders`, `exits`: see `KeptLauncher`. With a `folder`, a keeper
-    that is lost is started again."""
+    """Of a run with a keeper, whose secret the driver knows. `orders`, `exits`: see `KeptLauncher`. A keeper that is lost is
+    started again."""
 
-    def __init__(self, kept: KeptRun, secret: str, folder: Path | None = None, orders: int = 0, exits: int = 0) -> None:
+    def __init__(self, kept: KeptRun, secret: str, folder: Path, orders: int = 0, exits: int = 0) -> None:
         self.address, self.durable, self.lighthouse = kept.store, kept.durable, kept.lighthouse
         self.store: RunStore = run_store(kept.store, kept.durable, secret)
-        self._watch = None if folder is None else KeeperWatch(folder)
+        self._folder, self._watch = folder, KeeperWatch(folder)
         self._orders, self._exits = orders, exits
 
     def launcher(self) -> Launcher:
         return KeptLauncher(self.store, self._orders, self._exits)
 
     def leave(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
 
     def close(self) -> None:
         self.leave()
         with suppress(Retryable):
             self.store.put_if_absent(DONE_KEY, "yes")
+
+    def end_store(self) -> None:
+        _await_end(self._folder)
 
 
 def living(folder: Path) -> KeptRun | None:
@@ -76,11 +79,12 @@ def living(folder: Path) -> KeptRun | None:
     store = run_store(kept.store, kept.durable, secret_of(folder), ANSWER_S)
     try:
         ordered = launches_of(store).listed
-        ending = store.get(ENDING_KEY) is not None or any(isinstance(order, Close) for order in ordered)
-        if not ending:
+        leaving = store.get(LEAVING_KEY) is not None  # the keeper ends when its replicas have saved their state
+        if not (leaving or store.get(ENDING_KEY) is not None or any(isinstance(order, Close) for order in ordered)):
             return kept
         if not is_locked(folder / RUN_LOCK):  # else its driver writes the report
-            store.put_if_absent(DONE_KEY, "yes")
+            if not leaving:
+                store.put_if_absent(DONE_KEY, "yes")
             _await_end(folder)
     except Retryable as lost:
         if lock_on(folder / LOCK_FILE):

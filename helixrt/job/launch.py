@@ -31,9 +31,11 @@ from helixrt.job.mesh import Mesh
 from helixrt.job.ray_run import in_cluster
 from helixrt.job.resume import deals_of, folder_to_resume, run_to_resume
 from helixrt.job.session_config import SessionConfig
+from helixrt.job.setting_types import check_types
 from helixrt.job.starters import place_of
 from helixrt.job.train_function import check_not_in_rank, name_of
 from helixrt.job.warm_up import PROGRAM, warm_up
+from helixrt.job.way_back import way_back
 from helixrt.replica.runlog import RunLog
 
 log = logging.getLogger(__name__)
@@ -64,9 +66,9 @@ class RunOptions:
     step_timeout_s: float = 60.0
     """No step of a healthy rank takes longer; the other timeouts follow from it."""
     restarts: int = 3
-    """How often a lost replica is started again within an hour."""
+    """How often a lost replica is started again before it contributes to a commit."""
     fatal_restarts: int = 2
-    """How often one is after an exception of its code, within an hour."""
+    """How many of these may follow an exception of its code."""
     checkpoint_every: int = 50
     """Steps between two checkpoints; the last step always has one. 0: no checkpoints."""
     checkpoint_path: str = ""
@@ -181,13 +183,15 @@ def run(
     With "environment" this process is itself one rank of the run that `helixrt serve` serves (`helixrt.job.starters`), and
     calls `train` here: the processes of one torchrun, or of one srun, are a replica. `storage` and `name` are the server's, and
     an option of the runtime that the server does not have alike is refused. "auto" is "environment" where HELIXRT_STORE is
-    set or torchrun or Slurm started this process, "ray" inside a Ray job or with RAY_ADDRESS, else "local". "MODULE:NAME" names
-    a function of yours that gets a `helixrt.job.launchers.RankProgram` and gives a `helixrt.replica.contracts.Launcher`, for
-    ranks that are started in another way; the driver calls it, or the keeper if the run has one.
+    set or torchrun or Slurm started this process, "ray" inside a Ray job or with RAY_ADDRESS, else "local"; without a
+    server it is refused where the environment says that this process is one of several. "MODULE:NAME" names a function of
+    yours that gets a `helixrt.job.launchers.RankProgram` and gives a `helixrt.replica.contracts.Launcher`, for ranks that are
+    started in another way; the driver calls it, or the keeper if the run has one.
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).
     """
+    check_types(run, locals())
     check_not_in_rank()
     configure_logging()
     mesh.check_supported()
@@ -239,8 +243,11 @@ def run(
             dealt = config.deal != checkpoint.record.deal
             begun = reopened_run(folder, checkpoint, config.mesh.replicas, dealt=dealt)
             driver = started_driver(config, begun, program)
-        if driver.run() != 0:
-            raise Fatal(f"the run failed; its folder is {driver.run_.folder}")
+        while driver.run() != 0:
+            if (back := way_back(driver)) is None:
+                raise Fatal(f"{driver.failure}; the run's folder is {driver.run_.folder}")
+            driver = started_driver(replace(config, resume=True, deal=back.deal), back.run, program)
+            driver.output.say(back.text)
     head = driver.reached
     return RunResult(driver.run_.folder, head.step, head.hash, head.last)
 
@@ -264,7 +271,10 @@ def checked(train: Callable[..., Any], arguments: Mapping[str, Any] | None) -> d
         raise ConfigError("arguments", given, f"must be JSON values, which travel to the ranks: {error}") from error
     if callable(train):
         try:
-            inspect.signature(train).bind(None, **plain)
+            taken = inspect.signature(train)
+            if not taken.parameters:
+                raise ConfigError("train", train, "takes no argument; the first one is the session")
+            taken.bind(None, **plain)
         except TypeError as error:
             rule = f"do not fit train(session, ...): {error}"
             raise ConfigError("arguments", sorted(plain), rule) from error

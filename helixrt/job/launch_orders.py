@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,8 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from helixrt.errors import Fatal, Retryable
+from helixrt.job.controller import Terminated
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
 
+LEAVING_KEY = "launch/leaving"  # put by the driver, or the keeper, after a signal: the replicas leave, none is started any more
 ENDING_KEY = "launch/ending"  # put by the keeper: it carries out no more orders
 CLOSED_KEY = "launch/closed"  # put by the keeper: no rank is left, and none will be started
 DONE_KEY = "launch/done"  # put by the driver: it needs nothing of the run any more
@@ -196,10 +199,12 @@ def forget_launches(store: RunStore, orders: int, exits: int) -> bool:
 
 class KeptLauncher(Launcher):
     """Of a driver: `orders` and `exits` are how many there are already, when it attaches to a run that goes on. `poll` tells
-    the keeper that the driver lives, and raises Fatal once the keeper ends the run that `close` has not ended. Calls come from
-    one thread."""
+    the keeper that the driver lives, and raises Fatal, or Terminated after a signal to it, once the keeper ends the run that
+    `close` has not ended. Calls come from one thread."""
 
     outlives_driver = True
+    told_to_end = False
+    _leaves = False
 
     def __init__(self, store: RunStore, orders: int = 0, exits: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._orders, self._exits, self._clock = store, orders, exits, clock
@@ -222,8 +227,9 @@ class KeptLauncher(Launcher):
             if self._clock() - self._beat_s >= BEAT_S:
                 self._store.set(ALIVE_KEY, f"{time.time():.3f}")
                 self._beat_s = self._clock()
+                self.told_to_end = not self._leaves and self._store.get(LEAVING_KEY) is not None
                 if not self._closed and self._store.get(ENDING_KEY) is not None:
-                    raise Fatal(_ENDED)
+                    raise Terminated(signal.SIGTERM) if self.told_to_end else Fatal(_ENDED)
             for text in numbered(self._store, exit_key, self._exits):
                 exits.append(read_exit(text))
                 self._exits += 1
@@ -236,6 +242,10 @@ class KeptLauncher(Launcher):
         with suppress(Retryable):
             return self._store.get(waiting_key(replica)) == "yes"
         return False
+
+    def leaving(self) -> None:
+        self._leaves = True
+        self._store.put_if_absent(LEAVING_KEY, "yes")
 
     def kill(self, replica: int) -> None:
         if not self._closed:

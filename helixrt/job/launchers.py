@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from helixrt.errors import ConfigError
-from helixrt.job.starters import STORE, starter
+from helixrt.job.starters import STORE, check_alone, starter
 
 if TYPE_CHECKING:
     from helixrt.replica.contracts import Launcher
@@ -83,4 +83,4 @@ def chosen_launcher(launcher: str) -> str:
     if STORE in os.environ or who in ("torchrun", "Slurm"):
         return "environment"
     address = os.environ.get("RAY_ADDRESS", "")  # http: a dashboard, where jobs are submitted
-    return "ray" if who == "Ray" or (address and not address.startswith("http")) else "local"
+    return check_alone("ray" if who == "Ray" or (address and not address.startswith("http")) else "local")

@@ -21,14 +21,15 @@ from helixrt.replica.contracts import RunStore
 class Finished:
     """What a replica says under its `done_key`: the state it ended with.
 
-    `unsaved` is "" if the state's checkpoint is complete (or none was asked for), else why it could not be written.
+    `parameters` and `state` are digests (`state_digest`). `unsaved` is "" if the state's checkpoint is complete (or none was
+    asked for), else why it could not be written.
     """
 
     replica: int
     step: int
     lineage: str
-    parameters_sha256: str
-    state_sha256: str
+    parameters: str
+    state: str
     unsaved: str = ""
 
     def to_json(self) -> str:

@@ -18,6 +18,7 @@ from helixrt.job import checkpoint as checkpoints
 from helixrt.job.checkpoint_orders import CheckpointOrders
 from helixrt.job.checkpoint_writer import Checkpointer
 from helixrt.job.connections import communication, membership
+from helixrt.job.divergence import Naming
 from helixrt.job.durable_state import DurableState
 from helixrt.job.evaluation_orders import EvaluationOrders
 from helixrt.job.failover import FailoverNews
@@ -50,7 +51,7 @@ from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.progress import COORDINATION, LEADER
 from helixrt.replica.rank import RankWorker
-from helixrt.replica.run_keys import OfRank, running_key
+from helixrt.replica.run_keys import OfRank, ended_key, ready_key, running_key
 from helixrt.replica.runlog import RunLog
 
 
@@ -97,8 +98,9 @@ class Leading:
             parts.failovers,
             self.tell,
         )
-        self._evaluations = EvaluationOrders(context.replica, job.eval_every, job.eval_shared, job.eval_batches, job.steps)
-        departure = Departure(
+        among = (job.eval_at_start, context.config.mesh.replicas)
+        self._evaluations = EvaluationOrders(context.replica, job.eval_every, job.eval_shared, job.steps, *among)
+        self._departure = departure = Departure(
             context.replica,
             context.spec.incarnation,
             store,
@@ -110,7 +112,7 @@ class Leading:
             parts.lineage.append,
             self._ordered,
             lambda m: self._end_of_run.resting(m),
-            parts.worker.fail,
+            self._broken,
             self._waiting,
             parts.metrics.say,
             departure.due,
@@ -120,10 +122,12 @@ class Leading:
             partial(context.progress.doing, thread=LEADER),
             lambda times: self.measured(RankTimes.from_json(times)),
             lambda order, seconds, failed: self._adapter.prepared(order, seconds, failed) if self._adapter else None,
+            lambda action: self._naming(action),
         )
         self._leader = Leader(
             machine, self._membership, RunLog(store), holders, addresses, self.tell, context.record, context.timeouts, hooks
         )
+        self._naming = Naming(store, context.replica, self._leader.digests, self.tell, context.timeouts.evaluate_s)
         self._adapter = self._order_adapter()
         self._leader.initial = parts.genesis.mine if machine.held else ""
         self._end_of_run = EndOfRun(
@@ -202,9 +206,12 @@ class Leading:
             replicas, limit_s = self._context.config.mesh.replicas, 0.5 * self._context.timeouts.start_s
             await_the_others(self._context.store, self._context.replica, replicas, limit_s)
         else:  # its first start may have ended before it was ready
-            self._context.store.put_if_absent(_ready_key(self._context.replica), "yes")
+            self._context.store.put_if_absent(ready_key(self._context.replica), "yes")
         if self._adapter is not None:
             self._adapter.start()
+        machine = self._leader.machine
+        if machine.held == machine.log.genesis and (evaluate := self._evaluations.before(machine.held)) is not None:
+            self.tell(evaluate)
         self._leader.start()
 
     # ---------------------------------------------------------------- commands and reports
@@ -313,6 +320,28 @@ class Leading:
         Retryable when it takes long."""
         self._leader.appends.flush()
 
+    def _broken(self, error: BaseException) -> None:
+        """This rank ends with this error, which its main thread may not see for a while: the other replicas are told now."""
+        self._parts.worker.fail(error)
+        with suppress(Retryable):
+            self.abandon()
+
+    def saves(self, lineage: str) -> CommitRecord | None:
+        """After `abandon`: the record of this state, if this replica is to save it. Raises OSError, Retryable where checkpoints
+        cannot be read."""
+        record = self._leader.machine.log.get(lineage)
+        if record is None or not self._departure.saves(record):
+            return None
+        return record if checkpoints.complete_of(self._context.checkpoints, record) is None else None
+
+    def abandon(self) -> None:
+        """This incarnation takes part no more, and no quorum waits for it. Raises Retryable without the store."""
+        self._leader.stop()
+        with suppress(Retryable):
+            self._leader.appends.flush(FLUSH_S)  # none is put behind the fence
+        self._context.store.put_if_absent(ended_key(self._context.replica, self._context.spec.incarnation), "yes")
+        self._membership.close()
+
     def close(self) -> None:
         """End the leader's threads and the membership; idempotent."""
         for reports in self._reports:
@@ -324,20 +353,17 @@ class Leading:
 
 
 _ALL_READY, _LOOK_S = "ready/all", 5.0
+FLUSH_S = 5.0  # of a replica that ends, for its last records
 _READS_LONG_BYTES = 10**9
-
-
-def _ready_key(replica: int) -> str:
-    return f"ready/{replica}"
 
 
 def await_the_others(store: RunStore, replica: int, replicas: int, limit_s: float) -> None:
     """The first quorum should have everyone: wait for the start of the other replicas, within limits. One may come much later,
     for want of resources or where others start it: this one must be in a quorum before its own start timeout. Raises Retryable
     without the store."""
-    store.put_if_absent(_ready_key(replica), "yes")
+    store.put_if_absent(ready_key(replica), "yes")
     deadline = time.monotonic() + limit_s
-    others = [_ready_key(other) for other in range(replicas)]
+    others = [ready_key(other) for other in range(replicas)]
     # Replica 0 waits for all and says so. The others look themselves now and then, in case it is gone.
     patience_s = 0.0 if replica == 0 else _LOOK_S * (1.0 + replica / replicas)
     while (left_s := deadline - time.monotonic()) > 0.0:

@@ -295,6 +295,16 @@ def read_log(folder: Path) -> Log:
         raise ConfigError("resume", "true", f"the lineage in {folder} is damaged: {error}") from error
 
 
+def with_history(log: Log, folder: Path) -> Log:
+    """The log and, in front of its entries, those of the disk that it has dropped; itself if the disk has not all of them."""
+    try:
+        entries, behind = _read(folder)
+        dropped = log.behind.begin - behind.begin
+        return Log([*entries[:dropped], *log.entries], behind) if 0 < dropped <= len(entries) else log
+    except (ConfigError, ValueError, OSError):
+        return log
+
+
 def read_lineage(folder: Path) -> list[CommitRecord]:
     """The log's entries from the first on disk, up to the first that is missing. Files may overlap, since a writer may have
     begun at another record, and they may be merged during the call. Raises ConfigError (resume) for a damaged file."""

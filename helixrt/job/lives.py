@@ -20,6 +20,7 @@ from helixrt.replica.commands import orders_channel, reports_channel, traces_of
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.run_keys import (
     OfRank,
+    asks_key,
     exit_key,
     formed_key,
     kill_key,
@@ -90,7 +91,7 @@ class Lives:
 
     def _traces(self, replica: int, incarnation: int) -> list[str]:
         life = f"{replica}/{incarnation}"
-        found = [key(replica, incarnation) for key in (shown_key, running_key, formed_key, leave_key, saves_key)]
+        found = [key(replica, incarnation) for key in (shown_key, asks_key, running_key, formed_key, leave_key, saves_key)]
         found += [kill_key(life), *StoreQuorum.traces_of((replica, incarnation))]
         for rank, at in enumerate(coordinates(self._mesh, replica)):
             name = str(at)

@@ -7,15 +7,19 @@ before, so an order that depends on unseeded numbers or on timing is refused at 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from helixrt.errors import ConfigError
+from helixrt.job.data_random import seed_generators
 from helixrt.job.sampler import StreamSampler
 
+_ORDER_ITEMS, _ORDERED_TWICE = 1000, 1_000_000  # how much of two orders is compared, of samplers of up to so many items
 _DRAWN_SEED = 1 << 32  # torchdata's RandomSampler draws a seed of 63 bits where it is given no generator
 
 
@@ -28,14 +32,15 @@ def check_reproducible(loader: Any) -> None:
         rule = "can be iterated once only; give an object that begins anew each time: a DataLoader, a list"
         raise ConfigError("loader", name, rule)
     for sampler in _parts(loader):
-        if _unseeded(loader, sampler):
-            rule = "has an unseeded order; use sampler=session.sampler(dataset, shuffle=True), or give it generator="
+        if _unseeded(loader, sampler) or _varies(loader, sampler):
+            rule = "has an unseeded order; use sampler=session.sampler(dataset, shuffle=True), or give it a seeded generator"
             raise ConfigError("loader", f"{name} with {type(sampler).__name__}", rule)
     workers = getattr(loader, "num_workers", 0)
     if workers and getattr(loader, "in_order", True) is False:
         rule = "gives batches in the order of their arrival; use in_order=True"
         raise ConfigError("loader", f"{name} with in_order=False", rule)
-    if workers and getattr(loader, "persistent_workers", False) and hasattr(getattr(loader, "dataset", None), "set_epoch"):
+    kept = workers and getattr(loader, "persistent_workers", False)
+    if kept and any(hasattr(part, "set_epoch") for part in _of_data(loader)):
         rule = "its workers keep a copy of the data set, which set_epoch does not reach; use persistent_workers=False"
         raise ConfigError("loader", f"{name} with persistent_workers=True", rule)
 
@@ -49,9 +54,32 @@ def _unseeded(loader: Any, sampler: Any) -> bool:
     return made_here and sampler.generator.initial_seed() >= _DRAWN_SEED
 
 
+def _varies(loader: Any, sampler: Any) -> bool:
+    """Whether two copies of a sampler of the user's own give different orders after the same seeds, as one does that draws from
+    a generator which the operating system has seeded."""
+    if _restorable(sampler) or sampler is loader or _len_of(sampler) > _ORDERED_TWICE:
+        return False
+    dataset, orders = getattr(loader, "dataset", None), []
+    for _ in range(2):
+        seed_generators(0)
+        try:
+            own = copy.deepcopy(sampler, {id(dataset): dataset})
+            orders.append([repr(each) for each in islice(own, _ORDER_ITEMS)])
+        except Exception:  # of the user's code, or it cannot be copied: nothing is known
+            return False
+    return orders[0] != orders[1]
+
+
+def _len_of(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except TypeError:
+        return 0
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the epoch to the loader, its samplers and its data set, as far as they have `set_epoch`."""
-    for part in [loader, *_parts(loader), getattr(loader, "dataset", None)]:
+    for part in [loader, *_parts(loader), *_of_data(loader)]:
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
 
@@ -149,7 +177,8 @@ def name_of(loader: Any) -> str:
     """The loader with what chooses its items, for messages."""
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None) or batches or getattr(loader, "sampler", None)
-    own = type(sampler).__name__ if sampler is not None else type(getattr(loader, "dataset", None)).__name__
+    dataset = getattr(loader, "dataset", None)
+    own = type(dataset if sampler is None or isinstance(dataset, IterableDataset) else sampler).__name__
     return type(loader).__name__ if own == "NoneType" else f"{type(loader).__name__} with {own}"
 
 
@@ -160,6 +189,18 @@ def _plain_batches(sampler: Any) -> bool:
 
 def _has_state(part: Any) -> bool:
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+
+
+def _of_data(loader: Any) -> Iterator[Any]:
+    """Its data set, and what is inside of a pipeline of webdataset."""
+    dataset = getattr(loader, "dataset", None)
+    if dataset is not None:
+        yield dataset
+    for pipeline in (loader, dataset):
+        stages = getattr(pipeline, "pipeline", None)
+        for stage in stages if isinstance(stages, list) else ():
+            yield stage
+            yield from _of_data(stage)
 
 
 def _parts(loader: Any) -> Iterator[Any]:

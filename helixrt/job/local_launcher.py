@@ -23,10 +23,11 @@ from pathlib import Path
 
 from helixrt.errors import Cause
 from helixrt.job.forerunner import READY_S, Forerunner, ForerunnerLost, shared
-from helixrt.replica.adoption import AdoptedProcess, reaped
+from helixrt.replica.adoption import AdoptedProcess
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.orphan import PARENT_VARIABLE, command
-from helixrt.replica.rank_log import describe_code, last_error, log_name, rank_label
+from helixrt.replica.process_group import kill_group, reaped
+from helixrt.replica.rank_log import RankEnd, describe_code, log_name, rank_end, rank_label
 from helixrt.replica.work_page import WorkPage, page_if_possible
 
 _NO_RESOURCES = (errno.EAGAIN, errno.ENOMEM)  # of a fork: too many processes, or too little memory
@@ -70,6 +71,7 @@ class LocalLauncher(Launcher):
         self._children: dict[tuple[Coordinate, int], _Child] = {}  # those not reported as ended
         self._started: set[tuple[Coordinate, int]] = set()
         self._waiting: dict[tuple[Coordinate, int], RankSpec] = {}  # the system gave no process yet
+        self._cancelled: list[RankExit] = []  # ranks that were killed before they had a process, not reported yet
         self._groups: set[int] = set()  # of ranks that have ended, with children of theirs that this process has adopted
         self._has_started = False  # any rank
         self._refused_s: float | None = None  # since when the system refuses to start one
@@ -169,14 +171,18 @@ class LocalLauncher(Launcher):
             del self._children[key]
             self._groups.add(child.process.pid)
         self._reap()
-        return [_exit_of(child) for _, child in ended]
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled + [_exit_of(child) for _, child in ended]
 
     def pids(self, replica: int) -> list[int]:
         """The process ids of a replica's ranks that have not been reported as ended."""
         return [c.process.pid for c in self._children.values() if c.coordinate.replica == replica]
 
     def kill(self, replica: int) -> None:
-        self._waiting = {key: spec for key, spec in self._waiting.items() if key[0].replica != replica}
+        for coordinate, incarnation in [key for key in self._waiting if key[0].replica == replica]:
+            del self._waiting[coordinate, incarnation]
+            cause = Cause("was not started", f"{coordinate} incarnation {incarnation}")
+            self._cancelled.append(RankExit(coordinate, incarnation, -int(signal.SIGKILL), str(cause)))
         for child in self._children.values():
             if child.coordinate.replica == replica:
                 _kill(child.process)
@@ -204,15 +210,12 @@ class LocalLauncher(Launcher):
 
 
 def _kill(process: subprocess.Popen[bytes] | AdoptedProcess) -> None:
-    """SIGKILL the rank's whole session group: its loader's workers as well.
+    """End the rank's whole group: its loader's workers as well.
 
-    Not after it has been waited for: the number may be someone else's by then.
+    Not after it has been waited for: the number may be that of another process by then.
     """
     if process.returncode is None:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        kill_group(process.pid)
 
 
 def _has_ended(process: subprocess.Popen[bytes] | AdoptedProcess) -> bool:
@@ -227,9 +230,7 @@ def _has_ended(process: subprocess.Popen[bytes] | AdoptedProcess) -> bool:
 def _exit_of(child: _Child) -> RankExit:
     code = child.process.returncode
     assert code is not None, "it has ended"
-    what = describe_code(code)
-    if code > 0:
-        said = last_error(child.log)
-        what = f"{said} ({what})" if said else what
+    what, end = describe_code(code), rank_end(child.log) if code > 0 else RankEnd("")
+    what = f"{end.why} ({what})" if end.why else what
     cause = Cause(what, f"{child.coordinate} incarnation {child.incarnation}", str(child.log))
-    return RankExit(child.coordinate, child.incarnation, code, str(cause))
+    return RankExit(child.coordinate, child.incarnation, code, str(cause), end.error)

@@ -1,15 +1,18 @@
 """Where the figures of a run go besides `metrics.jsonl`: the `MetricsLogger` contract and those that are built in.
 
 In: `MetricsPoint`s, from the driver. Out: TensorBoard's files, rows of a CSV file, or whatever a user's own logger makes of
-them. A logger serves a run: it can never end one (`Guarded`).
+them. A logger serves a run: it can never end one, nor hold up the driver (`Guarded`).
 """
 
 from __future__ import annotations
 
 import csv
+import queue
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,6 +20,7 @@ from typing import Any, TextIO
 from helixrt.errors import MissingExtra
 
 _AGAIN_S = 10.0
+_CAPACITY = 10_000  # calls of a logger that wait
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,12 @@ class MetricsPoint:
 
 
 class MetricsLogger(ABC):
-    """What a user's own logger implements; `helixrt.run(loggers=[...])` takes it. The driver calls it, in one thread.
+    """What a user's own logger implements; `helixrt.run(loggers=[...])` takes it. The driver's process calls it, in one
+    thread of its own.
 
     Steps of a replica come in order; the same step may come twice, when its first account was lost with a failure and it was
-    computed again: the last one counts. An exception costs a message on stderr, and never the run.
+    computed again: the last one counts. An exception costs a message on stderr, and never the run. Of figures that come faster
+    than they are taken the oldest are left out; at its end the run waits 30 s for the rest.
     """
 
     def begin(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:  # noqa: B027 most need nothing
@@ -53,7 +59,7 @@ class MetricsLogger(ABC):
 
     @abstractmethod
     def log(self, point: MetricsPoint) -> None:
-        """Take in figures. The run's console waits meanwhile; training does not."""
+        """Take in figures. The run does not wait for the return."""
 
     def close(self) -> None:  # noqa: B027
         """Once, at the end of the run."""
@@ -120,39 +126,73 @@ class CsvLogger(MetricsLogger):
             self._file.close()
 
 
-class Guarded:
-    """A logger whose errors are told, the first of a series each, and go no further. `problem(name, error)` tells one."""
+class Apart:
+    """Calls that are made in their order, in a thread of this object. `problem(name, error)` reports the first error of each
+    series; no error ends the thread. `do`, `end` and `wait` are called from one thread."""
+
+    def __init__(self, name: str, problem: Callable[[str, BaseException], None]) -> None:
+        self._name, self._problem = name, problem
+        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(_CAPACITY)
+        self._failing = self._full = self._ended = False
+        self._thread = threading.Thread(target=self._run, name=f"helixrt-{name}", daemon=True)
+        self._thread.start()
+
+    def do(self, call: Callable[[], object] | None) -> None:
+        """Make this call behind those that were asked for before. Where too many wait, the oldest of them is left out."""
+        while not self._ended:
+            with suppress(queue.Full):
+                return self._calls.put_nowait(call)
+            with suppress(queue.Empty):
+                self._calls.get_nowait()
+                self._calls.task_done()
+                if not self._full:
+                    self._problem(self._name, TimeoutError("it takes too long, and what comes meanwhile is left out"))
+                self._full = True
+
+    def end(self, last: Callable[[], object]) -> None:
+        """Make this call as the last one; its error is told in any case. Idempotent."""
+        self.do(lambda: None)
+        self.do(last)
+        self.do(None)
+        self._ended = True
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until all calls are made, `limit_s` at most. After `end`, calls that were not made are reported as a problem."""
+        with self._calls.all_tasks_done:
+            made = self._calls.all_tasks_done.wait_for(lambda: not self._calls.unfinished_tasks, limit_s)
+        if self._ended and not made:
+            self._problem(self._name, TimeoutError("it takes too long, and what has not been written is left out"))
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+                self._failing = False
+            except BaseException as error:  # also an exit, which would end this thread alone
+                if not self._failing:
+                    self._problem(self._name, error)
+                self._failing = True
+            self._calls.task_done()
+        self._calls.task_done()
+
+
+class Guarded(Apart):
+    """A logger in a thread of its own. One that cannot begin is left out of the run."""
 
     def __init__(self, logger: MetricsLogger, problem: Callable[[str, BaseException], None]) -> None:
-        self._logger, self._problem = logger, problem
-        self._failing = False
-        self._begun = False
-
-    @property
-    def name(self) -> str:
-        return type(self._logger).__name__
+        super().__init__(type(logger).__name__, problem)
+        self._logger = logger
+        self._begun = False  # of its thread
 
     def begin(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
-        """As of the logger. One that cannot begin is left out of the run."""
-        self._begun = self._done(lambda: self._logger.begin(folder, name, settings))
+        def begin() -> None:
+            self._logger.begin(folder, name, settings)
+            self._begun = True
+
+        self.do(begin)
 
     def log(self, point: MetricsPoint) -> None:
-        if self._begun:
-            self._done(lambda: self._logger.log(point))
+        self.do(lambda: self._logger.log(point) if self._begun else None)
 
     def close(self) -> None:
-        if self._begun:
-            self._begun = False
-            self._failing = False
-            self._done(self._logger.close)
-
-    def _done(self, call: Callable[[], None]) -> bool:
-        try:
-            call()
-        except Exception as error:
-            if not self._failing:
-                self._problem(self.name, error)
-            self._failing = True
-            return False
-        self._failing = False
-        return True
+        self.end(lambda: self._logger.close() if self._begun else None)

@@ -95,8 +95,9 @@ class Logged:
 
 @dataclass(frozen=True)
 class ValidationPart:
-    """What a replica measured for a validation that all share, of the state of the record `lineage`: sums over `weight` items,
-    of the part of replica `of` among those of the replicas `among`. Joined by the driver (`shared_validation`)."""
+    """What a replica measured for a validation of the state of the record `lineage`: sums over `weight` items, of the part of
+    replica `of` among those of the replicas `among`; without a weight means, of one replica for all. Joined by the driver
+    (`shared_validation`)."""
 
     replica: int
     rank: str
@@ -105,7 +106,7 @@ class ValidationPart:
     of: int
     among: list[int]
     sums: dict[str, float]
-    weight: float
+    weight: float | None
 
     def to_json(self) -> str:
         return _line("validation_part", self)

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from helixrt.job.console import Console
 from helixrt.job.controller import Happening, LifeEvent
 from helixrt.job.goodput import Goodput, flops_utilisation
 from helixrt.job.kept_run import Absence
-from helixrt.job.loggers import Guarded, MetricsLogger, MetricsPoint, TensorBoardLogger
+from helixrt.job.loggers import Apart, Guarded, MetricsLogger, MetricsPoint, TensorBoardLogger
 from helixrt.job.means import Joined, Line, StepMeans
 from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
 from helixrt.job.step_rules import SHOWN_EXCLUSIONS, audit_text
@@ -32,9 +33,11 @@ from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.telling import tell
 
 _EXPLAINED = {
-    Happening.LOST, Happening.GIVEN_UP, Happening.WAITING, Happening.SKIPPED, Happening.LEFT, Happening.REFUSED
+    Happening.LOST, Happening.GIVEN_UP, Happening.WAITING, Happening.SKIPPED, Happening.LEFT, Happening.REFUSED,
+    Happening.FAILED,
 }  # fmt: skip
 _BLOCK_BYTES = 1 << 16
+_FILES_S = 30.0  # how long the end of a run waits for files and loggers
 _ORDER_S = 0.2  # how long standard error waits for the lines that were said before
 _TOLD = {Happening.RESTARTED, Happening.RUNNING, Happening.DRAINED, *_EXPLAINED}
 
@@ -102,6 +105,7 @@ class RunOutput:
         self._replicas, self._steps = replicas, 0  # steps: not known yet
         self._console = Console(stream or sys.stdout)
         self._errors: Console | None = None  # once there is something to say on it
+        self._making = threading.Lock()  # of that one: loggers have threads of their own
         self._flops, self._peak_flops = flops_per_step, peak_flops
         self._begun_s = self._record_s = time.monotonic()  # record: when the newest ones came
         self._begun_at: int | None = None  # after which step; not known before the first record
@@ -109,7 +113,7 @@ class RunOutput:
         self._means, self._goodput = StepMeans(), Goodput(replicas)
         _drop_cut_line(folder / "metrics.jsonl")
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
-        self._unwritten = False  # the newest line of metrics.jsonl
+        self._lines = Apart("metrics.jsonl", self.problem)
         missing = [package for package in ("tensorboard", "tqdm") if importlib.util.find_spec(package) is None]
         board = [] if "tensorboard" in missing else [TensorBoardLogger()]
         self._loggers = [Guarded(logger, self.problem) for logger in (*board, *loggers)]
@@ -218,6 +222,10 @@ class RunOutput:
             why = f": {event.why}" if event.why and event.kind in _EXPLAINED else ""
             self.say(f"r{event.replica}      {event.kind.value.replace('_', ' ')} (incarnation {event.incarnation}){why}")
 
+    def settle(self) -> None:
+        """Wait until what was kept is in metrics.jsonl."""
+        self._lines.wait(_FILES_S)
+
     def summary(self) -> None:
         """Say what `report.json` in the run's folder holds, and where the page is."""
         for line in summary_of(json.loads((self.folder / "report.json").read_text(encoding="utf-8"))):
@@ -234,8 +242,9 @@ class RunOutput:
     def complain(self, text: str) -> None:
         """Print a line to standard error, behind those that were said before."""
         self._console.flush(_ORDER_S)
-        if self._errors is None:
-            self._errors = Console(sys.stderr)
+        with self._making:
+            if self._errors is None:
+                self._errors = Console(sys.stderr)
         self._errors.write(text + "\n")
 
     def problem(self, what: str, error: BaseException) -> None:
@@ -245,30 +254,25 @@ class RunOutput:
 
     def close(self) -> None:
         """Finish the files, take the bar away and write the last lines; idempotent. A file that cannot be written costs a
-        message, and a console that takes nothing a few seconds."""
+        message, a logger that does not end half a minute, and a console that takes nothing a few seconds."""
         self._tell(self._means.rest())
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.close()
-        try:
-            self._metrics.close()
-        except OSError as error:
-            self.problem("metrics.jsonl", error)
+        self._lines.end(lambda: self._metrics.close())
         for logger in self._loggers:
             logger.close()
+        deadline = time.monotonic() + _FILES_S
+        for apart in (self._lines, *self._loggers):
+            apart.wait(max(0.0, deadline - time.monotonic()))
         self._console.close()
         if self._errors is not None:
             self._errors.close()
 
     def _keep(self, metrics: StepMetrics | ValidationMetrics | Logged) -> None:
         """Into metrics.jsonl. What cannot be written is lost, and the first of a series of such lines is reported."""
-        try:
-            self._metrics.write(metrics.to_json() + "\n")
-            self._unwritten = False
-        except (OSError, ValueError) as error:  # ValueError: it is closed, and the report still gathers what is there
-            if not self._unwritten:
-                self.problem("metrics.jsonl", error)
-            self._unwritten = True
+        text = metrics.to_json() + "\n"
+        self._lines.do(lambda: self._metrics.write(text))
 
     def _log(self, point: MetricsPoint) -> None:
         for logger in self._loggers:
@@ -312,7 +316,7 @@ def summary_of(report: dict[str, Any]) -> list[str]:
     reached, order0 = report["validation_bits_per_byte"], report["corpus_order0_bits_per_byte"]
     audit = report["data_audit"]
     verdict = audit_text(audit) if audit["batches"] else "nothing trained"
-    hashes = {r["parameters_sha256"] for r in report["replicas"]}
+    hashes = {r["parameters_digest"] for r in report["replicas"]}
     alike = "bitwise equal" if len(hashes) == 1 else "DIFFERENT" if hashes else "unknown"
     validation = "unknown" if reached is None else f"{reached:.4f} bits/byte"
     validation += f" ({report['validation_partial']})" if report.get("validation_partial") else ""

@@ -12,8 +12,14 @@ A replica that leaves at a step boundary, because one of its ranks got SIGTERM o
 its ranks end by themselves within `leave_s` (LEFT_EXIT), or `save_s` if nobody else holds its state. It is started again; if it
 is drained, only when the user says so.
 
-Restarts have a budget within a sliding window (`restart_window_s`). A reload that the step protocol
-asked for (RELOAD_EXIT), a departure (LEFT_EXIT) and time without resources for the ranks do not count against it.
+Restarts have a budget, and a pause before each but the first that grows. Both begin again when the replica has contributed to
+a commit. A reload that the step protocol asked for (RELOAD_EXIT), a departure (LEFT_EXIT) and time without resources for the
+ranks do not count against the budget.
+
+Errors that would come again are not tried again. MISUSE_EXIT and DIVERGED_EXIT end the run, and so does CONFIG_EXIT at the
+first start; later it gives the replica up. An exception of the program (FATAL_EXIT) that ends a replica again at the same
+place, without a commit between, gives the replica up; if a replica on another host has met it, too, it ends the run. One that
+all replicas have met ends the run at once.
 A batch on which two incarnations of a replica ended while they worked on it is a poison batch;
 `on_poison` says whether the run stops or the batch is skipped.
 """
@@ -23,9 +29,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-CONFIG_EXIT = 2  # exit code of a rank whose settings cannot work there: at the first start no restart will help
+CONFIG_EXIT = 2  # exit code of a rank whose settings or model cannot work there: no restart there will help
 MISUSE_EXIT = 64  # EX_USAGE: of a rank whose program breaks a rule of the API; every replica runs that program
+DIVERGED_EXIT = 65  # EX_DATAERR: of a rank whose replica holds another state than the others; the run ends, and may go back
 FATAL_EXIT = 70  # exit code of a rank that met a Fatal: its process cannot go on, a new one may
+RETRY_EXIT = 75  # EX_TEMPFAIL: of a rank for which something else broke (a stage of its replica, the store)
 RELOAD_EXIT = 76  # exit code of a rank that must start again from durable state without a failure of its own
 
 LEFT_EXIT = 77  # exit code of a rank whose replica left at a step boundary, as it was asked to
@@ -55,9 +63,10 @@ class ReplicaState:
     """One replica: its phase since when and why, and what is known of its newest incarnation.
 
     Incarnations count from 0, so `incarnation` is also how often the replica was restarted.
-    `ended` names the ranks of the newest incarnation that ended. `losses`, `failures` and `fatals` are
-    times within the window as of the newest loss: every loss, those that count against the budget,
-    those with FATAL_EXIT or CONFIG_EXIT. `counted`: the newest loss is in `failures`. `batch`: the position that
+    `ended` names the ranks of the newest incarnation that ended. `losses`, `failures` and `fatals` count since the replica's
+    newest commit: every loss, those that count against the budget, those with FATAL_EXIT. `code`: by which exit code the newest
+    loss is judged; None if no rank's end was its cause. `error`, `host`: the newest exception since that commit, and where;
+    `repeats`: how often in turn. `batch`: the position that
     the newest incarnation that ended during work was working on, and why it ended. `left`: the newest loss was a departure,
     before which the replica `saves` its state. `drained`: the user wants it to leave, and to stay away.
     """
@@ -67,10 +76,13 @@ class ReplicaState:
     why: str = ""
     incarnation: int = 0
     ended: frozenset[str] = frozenset()
-    losses: tuple[float, ...] = ()
-    failures: tuple[float, ...] = ()
-    fatals: tuple[float, ...] = ()
-    counted: bool = True
+    losses: int = 0
+    failures: int = 0
+    fatals: int = 0
+    code: int | None = None
+    error: str = ""
+    host: str = ""
+    repeats: int = 0
     batch: tuple[int, str] | None = None
     left: bool = False
     saves: bool = False
@@ -83,11 +95,10 @@ class Options:
 
     replicas: int
     ranks_per_replica: int
-    max_restarts: int = 3  # of one replica, within the window
-    fatal_restarts: int = 2  # of one replica after FATAL_EXIT or CONFIG_EXIT, within the window
-    restart_window_s: float = 3600.0  # older losses are forgotten, by the budgets and by the backoff
+    max_restarts: int = 3  # of one replica, without a commit of it between them
+    fatal_restarts: int = 2  # of these, after FATAL_EXIT
     start_timeout_s: float = 120.0  # from start to the first step; time without resources, or asked for, does not count
-    backoff_s: float = 1.0  # before the second restart; doubles with each; the first is immediate
+    backoff_s: float = 1.0  # before the second restart without a commit; doubles with each; the first is immediate
     backoff_max_s: float = 30.0
     gone_s: float = 5.0  # how long a restart waits for the old incarnation's ranks to be gone
     leave_s: float = 120.0  # how long the ranks of a replica that leaves have to end by themselves
@@ -120,7 +131,7 @@ class RankEnded:
     """A rank's process ended; `code` as in subprocess, `reason` names the rank and its log.
 
     `position`: of the batch that the rank was working on, None if it did something else. `saves`: the replica leaves, and the
-    other ranks may still write their parts of a checkpoint.
+    other ranks may still write their parts of a checkpoint. `error`, `host`: as of `RankExit`.
     """
 
     replica: int
@@ -130,6 +141,16 @@ class RankEnded:
     reason: str
     position: int | None = None
     saves: bool = False
+    error: str = ""
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """This incarnation has contributed to a step that was committed."""
+
+    replica: int
+    incarnation: int
 
 
 @dataclass(frozen=True)
@@ -164,7 +185,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Began | ReplicaRunning | ReplicaDone | RankEnded | RankStuck | CapacityAwaited | TimeAsked | Tick
+Event = Began | ReplicaRunning | Committed | ReplicaDone | RankEnded | RankStuck | CapacityAwaited | TimeAsked | Tick
 
 
 @dataclass(frozen=True)
@@ -218,7 +239,7 @@ class RunState:
 
 
 def backoff_s(restarts: int, options: Options) -> float:
-    """Pause before the next restart of a replica that was restarted `restarts` times in the window: 0, b, 2b, 4b …"""
+    """Pause before the next restart of a replica that was restarted `restarts` times without a commit: 0, b, 2b, 4b …"""
     if restarts <= 0:
         return 0.0
     return min(options.backoff_max_s, options.backoff_s * 2.0 ** min(restarts - 1, 60))
@@ -229,7 +250,9 @@ def severity(code: int) -> int:
 
     A rank that was killed or that blames itself comes before one that complains of a peer.
     """
-    return 0 if code in (CONFIG_EXIT, MISUSE_EXIT, FATAL_EXIT) else 1 if code < 0 else 2 if code else 3
+    if code in (CONFIG_EXIT, MISUSE_EXIT, FATAL_EXIT):
+        return 0
+    return 1 if code < 0 else 3 if code in (0, RELOAD_EXIT, LEFT_EXIT) else 2
 
 
 def decide(state: RunState, event: Event, now: float, options: Options) -> tuple[RunState, tuple[Decision, ...]]:
@@ -243,8 +266,8 @@ def decide(state: RunState, event: Event, now: float, options: Options) -> tuple
     for index, replica in enumerate(state.replicas):
         if not isinstance(event, Tick) and event.replica != index:
             continue
-        if isinstance(event, RankEnded) and (_is_misuse(replica, event) or not state.has_run and _cannot_start(replica, event)):
-            stop = StopRun(False, event.reason)
+        if isinstance(event, RankEnded) and event.incarnation == replica.incarnation and (why := _ends_run(state, event)):
+            stop = StopRun(False, why)
             return replace(state, stopped=stop), (stop,)
         replicas_[index], made = _decide_replica(index, replica, event, now, options)
         decisions += made
@@ -255,14 +278,22 @@ def decide(state: RunState, event: Event, now: float, options: Options) -> tuple
     return RunState(tuple(replicas_), has_run, stopped), tuple(decisions)
 
 
-def _is_misuse(replica: ReplicaState, ended: RankEnded) -> bool:
-    """A rule broken by the program, which a restart would break again."""
-    return ended.code == MISUSE_EXIT and ended.incarnation == replica.incarnation
-
-
-def _cannot_start(replica: ReplicaState, ended: RankEnded) -> bool:
-    """A configuration problem of the run's first start; later ones are of one replica, and the others train on."""
-    return ended.code == CONFIG_EXIT and ended.incarnation == replica.incarnation == 0
+def _ends_run(state: RunState, ended: RankEnded) -> str:
+    """Why this end of a rank ends the run; "" if it does not, or only its replica."""
+    if ended.code in (MISUSE_EXIT, DIVERGED_EXIT):  # a rule that all replicas break; states that no restart makes equal
+        return ended.reason
+    if ended.code == CONFIG_EXIT and ended.incarnation == 0 and not state.has_run:
+        return ended.reason
+    replica = state.replicas[ended.replica]
+    if ended.code != FATAL_EXIT or not ended.error or replica.phase in SETTLED:
+        return ""
+    others = [r for i, r in enumerate(state.replicas) if i != ended.replica and r.phase is not Phase.DRAINED]
+    same = [r for r in others if r.error == ended.error]
+    if others and len(same) == len(others):
+        return f"the same error in all replicas: {ended.reason}"
+    if replica.error == ended.error and any(r.host != ended.host for r in same):
+        return f"the same error on several hosts, and again after a restart: {ended.reason}"
+    return ""
 
 
 def _decide_replica(
@@ -272,6 +303,10 @@ def _decide_replica(
     if isinstance(event, ReplicaRunning):
         if starting and event.incarnation == replica.incarnation:
             return replace(replica, phase=Phase.RUNNING, since_s=now, why=""), ()
+        return replica, ()
+    if isinstance(event, Committed):
+        if event.incarnation == replica.incarnation:
+            return replace(replica, losses=0, failures=0, fatals=0, error="", repeats=0), ()
         return replica, ()
     if isinstance(event, CapacityAwaited | TimeAsked):
         if starting and event.incarnation == replica.incarnation:
@@ -289,10 +324,9 @@ def _decide_replica(
         replica = replace(replica, ended=replica.ended | {event.rank})
         if replica.phase in ACTIVE:
             replica, decisions = _lose(index, replica, event, event.reason, now, options)
-        elif replica.phase is Phase.LOST and not replica.counted and _is_own_failure(event):
-            # The rank that left first only followed this one.
-            replica = _count(replace(replica, why=event.reason), event, now, options)
-            if _exceeded(replica, options):
+        elif replica.phase is Phase.LOST and _is_its_cause(replica, event):
+            replica = _count(replace(replica, why=event.reason), event)
+            if _hopeless(replica, options):
                 replica, decisions = _give_up(index, replica, now, options)
         if replica.phase is Phase.LOST and replica.left and event.code not in (0, LEFT_EXIT):
             replica = replace(replica, saves=False)  # its part of the checkpoint will not come
@@ -317,24 +351,23 @@ def _decide_replica(
 def _lose(
     index: int, replica: ReplicaState, event: Event, why: str, now: float, options: Options
 ) -> tuple[ReplicaState, tuple[Decision, ...]]:
-    losses = (*_recent(replica.losses, now, options), now)
-    left = isinstance(event, RankEnded) and event.code == LEFT_EXIT
-    replica = replace(replica, phase=Phase.LOST, since_s=now, why=why, losses=losses, counted=False, left=left)
-    replica = replace(replica, saves=isinstance(event, RankEnded) and event.saves)
-    if left:
+    code = event.code if isinstance(event, RankEnded) else None
+    replica = replace(replica, phase=Phase.LOST, since_s=now, why=why, losses=replica.losses + 1, code=code)
+    replica = replace(replica, left=code == LEFT_EXIT, saves=isinstance(event, RankEnded) and event.saves)
+    if replica.left:
         return replica, ()
-    if not (isinstance(event, RankEnded) and event.code == RELOAD_EXIT):
-        replica = _count(replica, event, now, options)
-    position = event.position if isinstance(event, RankEnded | RankStuck) and replica.counted else None
+    if code != RELOAD_EXIT:
+        replica = _count(replica, event)
+    position = event.position if isinstance(event, RankEnded | RankStuck) and code != RELOAD_EXIT else None
     poison: tuple[Decision, ...] = ()
     if position is not None and replica.batch is not None and replica.batch[0] == position:
         poison = (_poisoned(index, position, replica.batch[1], why, options),)
         if options.on_poison == STOP:
             return replace(replica, phase=Phase.GIVEN_UP), (KillReplica(index), *poison)
-        replica = replace(replica, batch=None)
+        replica = replace(replica, batch=None, error="", repeats=0)
     elif position is not None:
         replica = replace(replica, batch=(position, why))
-    if _exceeded(replica, options):
+    if _hopeless(replica, options):
         return _give_up(index, replica, now, options)
     return replica, (KillReplica(index), *poison)
 
@@ -346,37 +379,39 @@ def _poisoned(index: int, position: int, before: str, now: str, options: Options
     return StopRun(False, f"{what}; on_poison=skip leaves such a batch out")
 
 
-def _count(replica: ReplicaState, event: Event, now: float, options: Options) -> ReplicaState:
+def _count(replica: ReplicaState, event: Event) -> ReplicaState:
     """Put a loss on the budgets."""
-    fatal = isinstance(event, RankEnded) and event.code in (FATAL_EXIT, CONFIG_EXIT)
-    return replace(
-        replica,
-        counted=True,
-        failures=(*_recent(replica.failures, now, options), now),
-        fatals=(*_recent(replica.fatals, now, options), *((now,) if fatal else ())),
-    )
+    if not isinstance(event, RankEnded):
+        return replace(replica, failures=replica.failures + 1)
+    fatal, new = event.code == FATAL_EXIT, replica.code in (event.code, RELOAD_EXIT, LEFT_EXIT)  # else it was put there already
+    replica = replace(replica, code=event.code, failures=replica.failures + new, fatals=replica.fatals + fatal)
+    if not (fatal and event.error):
+        return replica
+    repeats = replica.repeats + 1 if event.error == replica.error else 1
+    return replace(replica, error=event.error, host=event.host, repeats=repeats)
 
 
-def _is_own_failure(ended: RankEnded) -> bool:
-    """A rank's own failure; a signal may be the controller's own kill."""
-    return ended.code > 0 and ended.code not in (RELOAD_EXIT, LEFT_EXIT)
+def _is_its_cause(replica: ReplicaState, ended: RankEnded) -> bool:
+    """Whether the rank that left first only followed this one. A rank that was killed did not, and later signals may be the
+    controller's own."""
+    return ended.code > 0 and replica.code is not None and replica.code >= 0 and severity(ended.code) < severity(replica.code)
 
 
-def _recent(times: tuple[float, ...], now: float, options: Options) -> tuple[float, ...]:
-    return tuple(t for t in times if now - t < options.restart_window_s)
-
-
-def _exceeded(replica: ReplicaState, options: Options) -> str:
-    """Which budget of restarts the newest loss exceeds; empty if none."""
-    fatal = ("exception", len(replica.fatals), "fatal_restarts", options.fatal_restarts)
-    for what, count, name, budget in (fatal, ("failure", len(replica.failures), "restarts", options.max_restarts)):
-        if replica.counted and count > budget:
-            return f"{count} {what}{'s' if count > 1 else ''} within {options.restart_window_s:g} s ({name}={budget})"
+def _hopeless(replica: ReplicaState, options: Options) -> str:
+    """Why the replica is not started again after the newest loss; empty if it is."""
+    if replica.code == CONFIG_EXIT:
+        return "this would come again"
+    if replica.repeats > 1:
+        return "the same error again after a restart, without a commit"
+    fatal = ("exception", replica.fatals, "fatal_restarts", options.fatal_restarts)
+    for what, count, name, budget in (fatal, ("failure", replica.failures, "restarts", options.max_restarts)):
+        if count > budget:
+            return f"{count} {what}{'s' if count > 1 else ''} without a commit ({name}={budget})"
     return ""
 
 
 def _give_up(index: int, replica: ReplicaState, now: float, options: Options) -> tuple[ReplicaState, tuple[Decision, ...]]:
-    why = f"{_exceeded(replica, options)}: {replica.why}"
+    why = f"{_hopeless(replica, options)}: {replica.why}"
     return replace(replica, phase=Phase.GIVEN_UP, since_s=now, why=why), (KillReplica(index), GiveUp(index, why))
 
 
@@ -384,7 +419,7 @@ def _may_restart(replica: ReplicaState, now: float, options: Options) -> bool:
     waited = now - replica.since_s
     leave_s = max(options.leave_s, options.save_s) if replica.saves else options.leave_s
     gone = len(replica.ended) >= options.ranks_per_replica or waited >= (leave_s if replica.left else options.gone_s)
-    return gone and waited >= backoff_s(len(replica.losses) - 1, options)
+    return gone and waited >= backoff_s(replica.losses - 1, options)
 
 
 def _end_of_run(replicas: tuple[ReplicaState, ...]) -> StopRun | None:

@@ -93,6 +93,7 @@ class _Turn:
     optimizers: set[int] = field(default_factory=set)  # that were stepped
     schedulers: set[int] = field(default_factory=set)
     backward_done: bool = False
+    skipped: bool = False
 
 
 class Loop:
@@ -143,11 +144,16 @@ class Loop:
 
     def _check_complete(self, turn: _Turn) -> None:
         """Raises MisuseError if the loop takes the next micro-batch too early."""
+        if turn.skipped:
+            return
         missing = [number for number in range(len(self.optimizers)) if number not in turn.optimizers]
         if missing and (turn.last or turn.optimizers):
             name = self._name("optimizer", missing[0], self.optimizers)
             after = f"after the {self._accumulate} backwards" if self._accumulate > 1 else "after the backward"
-            raise MisuseError(f"{name}.step() was not called {after} of step {turn.step.number}")
+            raise MisuseError(
+                f"{name}.step() was not called {after} of step {turn.step.number}; call it, or loader.skip() for a batch that "
+                "is to be left out"
+            )
         for number in range(len(self.schedulers)):
             if turn.optimizers and number not in turn.schedulers:
                 name = self._name("scheduler", number, self.schedulers)
@@ -178,11 +184,24 @@ class Loop:
         self._settle(turn)
         turn.optimizers.add(number)
         if turn.last and len(turn.optimizers) == len(self.optimizers):
-            self._turn = None
-            try:
-                turn.step.commit()
-            finally:
-                self._turn = turn
+            self._commit(turn)
+
+    def skip(self) -> None:
+        turn = self._turn
+        if turn is None or turn.backward_done:
+            raise MisuseError("loader.skip() was called outside the loop over the prepared loader, or after optimizer.step()")
+        turn.step.skip()
+        turn.backward_done = turn.skipped = True
+        turn.optimizers |= set(range(len(self.optimizers)))
+        if turn.last:
+            self._commit(turn)
+
+    def _commit(self, turn: _Turn) -> None:
+        self._turn = None
+        try:
+            turn.step.commit()
+        finally:
+            self._turn = turn
 
     def step_scheduler(self, number: int) -> None:
         name = self._name("scheduler", number, self.schedulers)
@@ -236,6 +255,11 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return self._loop.batches()
+
+    def skip(self) -> None:
+        """Leave the batch that was given last out, in place of its backward and `optimizer.step()`. It counts nothing; those
+        of other replicas count as before."""
+        self._loop.skip()
 
     def __len__(self) -> int:
         """Batches of an epoch of this replica."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from helixrt.errors import ConfigError, Departed, Retryable, StartAgain
+from helixrt.errors import Cause, Departed, Diverged, MisuseError, Retryable, StartAgain, comes_again
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.chaos import ChaosSink
 from helixrt.job.chaos_actions import ReplicaKiller
@@ -36,7 +38,7 @@ from helixrt.job.machine import boot_identity
 from helixrt.job.measuring import Measuring
 from helixrt.job.place_owner import DeletionGuard, token_in
 from helixrt.job.places import axes_of
-from helixrt.job.policies import CONFIG_EXIT, FATAL_EXIT, LEFT_EXIT, RELOAD_EXIT
+from helixrt.job.policies import CONFIG_EXIT, DIVERGED_EXIT, FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT, RETRY_EXIT
 from helixrt.job.rank_context import RankContext, RankJob, open_context
 from helixrt.job.step_rules import publish_memory
 from helixrt.job.storage_trouble import StorageTrouble
@@ -49,10 +51,13 @@ from helixrt.replica.contracts import Engine, RankSpec
 from helixrt.replica.layout_book import LayoutBook
 from helixrt.replica.native_stacks_private import tell_native_stacks
 from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
+from helixrt.replica.rank_log import RankEnd, describe_code, log_name
+from helixrt.replica.run_keys import OfRank, cause_key
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.telling import flush_all, tell, tell_native_ends, tell_traceback
+from helixrt.replica.telling import flush_all, tell, tell_native_ends
 
-RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
+_NONE = "none"
+_COME_S = 2.0  # for the other ranks of a replica to meet the error that one has met
 _CLOSE_S = 60.0  # for a checkpoint that was begun, when the rank ends
 
 
@@ -258,7 +263,7 @@ class RankRuntime:
     def _stuck(self, why: str) -> None:
         """The main thread hangs, and so would every orderly way out."""
         tell(f"{self.context.spec.coordinate}: {why}; compute hangs, so this process ends")
-        os._exit(RETRY_CODE)
+        os._exit(RETRY_EXIT)
 
     def _claims(self, name: str) -> bool:
         """Chaos: whether this is the rank's to carry out; the first to come to its moment gets it."""
@@ -276,12 +281,54 @@ class RankRuntime:
             self._worker.fail(error)
 
     def broken(self, error: BaseException) -> None:
-        """Tell the leader why this rank ends, if it follows one."""
-        if isinstance(self._side, Following):
-            try:
+        """This rank ends: before its exchange is broken, the leader is told, and by the leader the other replicas. Else they
+        would form the next quorum with this one, and wait for it."""
+        with suppress(Retryable):  # the store is gone too; the exit code tells
+            if self.context.group_world_size > 1 and exit_code(error) in (CONFIG_EXIT, MISUSE_EXIT, FATAL_EXIT):
+                self._put_cause(exit_code(error), RankEnd.of(error))
+            if isinstance(self._side, Following):
                 self._side.report(Broken(f"{type(error).__name__}: {error}"))
-            except Retryable:
-                pass  # the store is gone too; the exit code tells
+            elif self._side is not None:
+                self._side.abandon()
+
+    def _put_cause(self, code: int, end: RankEnd) -> None:
+        spec = self.context.spec
+        log = self.context.output / "logs" / log_name(spec.coordinate, spec.incarnation)
+        cause = Cause(f"{end.why} ({describe_code(code)})", f"{spec.coordinate} incarnation {spec.incarnation}", str(log))
+        key = cause_key(self.context.replica, spec.incarnation)
+        self.context.store.put_if_absent(key, json.dumps({"code": code, "reason": str(cause), "error": end.error}))
+
+    def keep_state(self) -> None:
+        """After `broken`, for an error of the program: save the state of the newest step, if no other replica stays that holds
+        it and all ranks of this one come to this with it. Whatever prevents it costs a line in the log."""
+        if self._worker is None or self._side is None or not self.context.config.checkpoint.every:
+            return
+        try:
+            with self.context.progress.busy("save", self.context.config.checkpoint.write_s):
+                self._keep_state(self._worker.compute.lineage)
+        except Exception as error:
+            tell(f"{self.context.label}: the state of the newest step is not saved: {error}")
+
+    def _keep_state(self, lineage: str) -> None:
+        assert self._worker is not None and self._checkpointer is not None
+        engine = self._worker.parts.engine
+        engine.leave_batch()
+        if set(self._meet(OfRank.STATE, lineage or _NONE, _COME_S)) != {lineage}:
+            return
+        record = self._side.saves(lineage) if isinstance(self._side, Leading) else None
+        text, *_ = self._meet(OfRank.LAST, _NONE if record is None else record.to_json(), _CLOSE_S)
+        if text == _NONE:
+            return
+        self._checkpointer.save(CommitRecord.from_json(text), lambda: self._part_of(engine), self._flush, False, departs=True)
+        self._checkpointer.close(LEAVE_S)
+        self._meet(OfRank.SAVED, "yes", LEAVE_S)  # the first that ends ends the others
+
+    def _meet(self, what: OfRank, value: str, limit_s: float) -> list[str]:
+        """What all ranks of the replica put there. Raises Retryable if one does not."""
+        context, deadline = self.context, time.monotonic() + limit_s
+        context.store.put_if_absent(what.key(context.life, context.group_rank), value)
+        keys = [what.key(context.life, rank) for rank in range(context.group_world_size)]
+        return [context.store.wait(key, max(0.01, deadline - time.monotonic())) for key in keys]
 
     def _close(self) -> None:
         if self._measuring is not None:
@@ -295,19 +342,19 @@ class RankRuntime:
         self.context.record.write(Kind.RANK_END, code=0)
 
 
-def exit_code(spec: RankSpec, error: BaseException) -> int:
-    """Print why a rank ends, and give the process's exit code for it."""
+def exit_code(error: BaseException) -> int:
+    """What the controller has to know of the end of a rank: of its root cause (`errors.root_of`)."""
     if isinstance(error, Departed):
-        tell(f"{spec.coordinate}: {error}")
         return LEFT_EXIT
-    if isinstance(error, ConfigError):
-        tell(str(error))
-        return CONFIG_EXIT
-    tell_traceback(error)
-    tell(f"{spec.coordinate}: {type(error).__name__}: {error}")
+    if isinstance(error, Diverged):
+        return DIVERGED_EXIT
+    if isinstance(error, MisuseError):
+        return MISUSE_EXIT
     if isinstance(error, StartAgain):
         return RELOAD_EXIT
-    return RETRY_CODE if isinstance(error, Retryable) else FATAL_EXIT
+    if comes_again(error):
+        return CONFIG_EXIT
+    return RETRY_EXIT if isinstance(error, Retryable) else FATAL_EXIT
 
 
 def run_as_process(run_rank: Callable[[RankSpec], int]) -> None:

@@ -52,7 +52,7 @@ class RankJob:
     """What a job adds to a rank: the engine, how many updates, and what to do at them.
 
     `steps`: number of the run's last update. `evaluate(command)` evaluates the engine's state, in the main thread, every
-    `eval_every` steps (0: never) and after the last one, with `command.batches` = `eval_batches`; `eval_shared`: on all
+    `eval_every` steps (0: never) and after the last one, with `eval_at_start` before the first one, too; `eval_shared`: on all
     replicas, each its part. `updated(done)` is called in the main thread after each update. A step takes `advance` batches of
     the replica's stream. `initial` is the digest of this rank's state at the start, which replicas compare ("": they begin
     alike by construction). `orders`: the engine's schedule, where the job may change its order.
@@ -62,7 +62,7 @@ class RankJob:
     steps: int
     evaluate: Callable[[Evaluate], None] = lambda command: None
     eval_every: int = 0
-    eval_batches: int = 0
+    eval_at_start: bool = False
     eval_shared: bool = False
     updated: Callable[[Done], None] = lambda done: None
     advance: int = 1

@@ -6,6 +6,8 @@ In: the settings, where the driver runs. Out: the settings that hold in the clus
 from __future__ import annotations
 
 import ipaddress
+import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from helixrt.job.starters import starter
 from helixrt.job.train_function import CODE_VARIABLE
 
 NO_CODE = "none"
+_STOP_VARIABLE, _STOP_S = "RAY_JOB_STOP_WAIT_TIME_S", 3.0  # of Ray: a variable of the job, and its default
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,12 @@ def code_of(config: SessionConfig) -> dict[str, Any] | None:
     with suppress(ValueError):  # elsewhere
         env["excludes"] += [str(Path(config.output.root).resolve().relative_to(path))]
     return {**env, "env_vars": {CODE_VARIABLE: str(path)}}
+
+
+def stop_s() -> float:
+    """How long Ray waits between SIGTERM and SIGKILL when it stops the job that this process is the driver of; else without
+    limit."""
+    return float(os.environ.get(_STOP_VARIABLE, _STOP_S)) if starter() == "Ray" else math.inf
 
 
 def _reserved(config: SessionConfig) -> Reserved:

@@ -157,8 +157,8 @@ def to_plain(found: Figures) -> dict[str, Any]:
         "replicas": [
             {
                 "replica": f.replica,
-                "parameters_sha256": f.parameters_sha256,
-                "state_sha256": f.state_sha256,
+                "parameters_digest": f.parameters,
+                "state_digest": f.state,
                 "step": f.step,
                 "lineage": f.lineage,
             }
@@ -276,11 +276,13 @@ def _losses(history: Iterable[LifeEvent]) -> list[Loss]:
 
 
 def _tracebacks(logs: Path, history: Iterable[LifeEvent]) -> Iterator[tuple[int, int, str, str]]:
-    """What the ranks of lost replicas have raised, by their logs; of ranks on other machines only where logs are shared."""
-    for loss in _losses(history):
-        for log in sorted(logs.glob(f"r{loss.replica}.*.inc{loss.incarnation}.log")):
+    """What the ranks of replicas that were lost or failed have raised, by their logs; of ranks on other machines only where
+    logs are shared."""
+    ends = (Happening.LOST, Happening.GIVEN_UP, Happening.FAILED)
+    for replica, incarnation in dict.fromkeys((e.replica, e.incarnation) for e in history if e.kind in ends):
+        for log in sorted(logs.glob(f"r{replica}.*.inc{incarnation}.log")):
             if text := last_traceback(log):
-                yield loss.replica, loss.incarnation, log.name, text[-_MOST_TRACEBACK:]
+                yield replica, incarnation, log.name, text[-_MOST_TRACEBACK:]
 
 
 def _ways(events: Sequence[Event]) -> tuple[tuple[str, int, str, str], ...]:

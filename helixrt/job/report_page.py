@@ -76,7 +76,7 @@ def _tiles(found: Figures, report: dict[str, Any]) -> list[html.Tile]:
     reached, order0 = report["validation_bits_per_byte"], report["corpus_order0_bits_per_byte"]
     audit = report["data_audit"]
     clean = audit["gaps"] == 0 and audit["repeats"] == 0
-    hashes = {r["parameters_sha256"] for r in report["replicas"]}
+    hashes = {r["parameters_digest"] for r in report["replicas"]}
     newest = {event.replica: event.kind for event in found.facts.history if event.replica >= 0}
     away = sum(kind is Happening.DRAINED for kind in newest.values())
     alike = len(hashes) == 1 and len(report["replicas"]) + away == found.facts.config.mesh.replicas
@@ -304,7 +304,7 @@ def _replicas(report: dict[str, Any]) -> Markup:
     if not report["replicas"]:
         return html.paragraph("No replica reached the end.", "nothing")
     rows = [
-        (str(r["replica"]), str(r["step"]), html.code(r["parameters_sha256"]), html.code(r["lineage"]))
+        (str(r["replica"]), str(r["step"]), html.code(r["parameters_digest"]), html.code(r["lineage"]))
         for r in report["replicas"]
     ]
     return html.table(("replica", "step", "SHA-256 of the parameters", "lineage"), rows)

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helixrt.engines.deepspeed_state import ENGINE
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.lineage_files import write_durably
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.stored_path import place_in
-from helixrt.job.stream import ACCUMULATE_KEY, LENGTH_KEY
+from helixrt.job.stream import ACCUMULATE_KEY, LENGTH_KEY, RESUMED
 from helixrt.protocol.step.deal import Deal
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import RunStore
@@ -77,10 +78,11 @@ def folder_to_resume(config: SessionConfig, which: str | Path) -> Path | None:
 def checkpoint_to_resume(config: JobConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
     """The folder of the run that `which` names (a run's folder, or "latest") and the checkpoint to go on from.
 
-    Raises ConfigError (resume) if there is none, or if its checkpoints are in another place than these settings say.
+    Raises ConfigError (resume) if there is none, or if its checkpoints are in another place than these settings say;
+    (mesh.dp_shard) if these ranks cannot read its state.
     """
     if str(which) == LATEST:
-        folder, found = checkpoints.find_resume(Path(config.output.root), config.name, LATEST)
+        folder, found = checkpoints.find_resume(Path(config.output.root).resolve(), config.name, LATEST)
     else:
         folder = Path(which).resolve()
         if not (folder / "run.json").is_file():
@@ -92,7 +94,18 @@ def checkpoint_to_resume(config: JobConfig, which: str | Path) -> tuple[Path, ch
     place, path = checkpoints.checkpoints_of(folder), config.checkpoint.path
     if path and str(place) != str(place_in(path, place.name)):
         raise ConfigError("checkpoint.path", path, f"the checkpoints of {folder} are in {place}; leave this out to go on there")
+    _check_partitions(found, config.mesh.dp_shard)
     return folder, found
+
+
+def _check_partitions(found: checkpoints.Checkpoint, shards: int) -> None:
+    """Raises ConfigError (mesh.dp_shard) for the state of a DeepSpeed engine over another number of ranks."""
+    before = found.mesh.get("dp_shard", 1)
+    if before == shards or not any(name.startswith(f"{ENGINE}/") for name in checkpoints.read_index(found).parts[0].scalars):
+        return
+    rule = f"the state of the DeepSpeed engine in {found.folder} is divided over {before} ranks"
+    rule = f"{rule}; resume with as many, or begin a new run from its weights (`helixrt export`, of ZeRO 1 and 2)"
+    raise ConfigError("mesh.dp_shard", shards, rule)
 
 
 def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
@@ -160,7 +173,7 @@ def restore_stream(store: RunStore, folder: Path, before: int = 0, life: int = 0
     if agreed is None:
         return False
     write_durably(_file(folder, life), json.dumps(agreed))
-    store.put_if_absent(LENGTH_KEY, json.dumps(agreed | {"stream": "of the run that is resumed"}))
+    store.put_if_absent(LENGTH_KEY, json.dumps(agreed | {"stream": RESUMED}))
     return True
 
 

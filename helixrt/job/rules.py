@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from helixrt.collectives.endpoints import find_rails
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.job.chaos import DRIVER, FAULTS, LEADER_MOMENTS, MOMENTS, fault_moments
-from helixrt.job.config import MEMBERSHIPS, JobConfig, TransportConfig
+from helixrt.job.config import FETCH, MEMBERSHIPS, RESUME, STOP, JobConfig, TransportConfig
 from helixrt.job.hosts import addresses_of
 from helixrt.job.launchers import chosen_launcher, is_named
 from helixrt.job.link_delays import link_delays
@@ -66,6 +66,7 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
         "seed": config.seed,
         "restarts": config.restarts,
         "fatal_restarts": config.fatal_restarts,
+        "signal_grace_s": config.signal_grace_s,
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.retry_s": config.checkpoint.retry_s,
         "checks.every": config.checks.every,
@@ -80,7 +81,6 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
     }
     positive = {
         "checkpoint.write_s": config.checkpoint.write_s,
-        "restart_window_s": config.restart_window_s,
         "supersede_after_s": config.supersede_after_s,
         "catchup.hold_s": config.catchup.hold_s,
         "catchup.memory_gb": config.catchup.memory_gb,
@@ -110,6 +110,7 @@ def _relations(config: JobConfig) -> Iterator[ConfigError]:
         ("membership", config.membership, MEMBERSHIPS),
         ("exchange", config.exchange, EXCHANGES),
         ("on_poison", config.on_poison, ON_POISON),
+        ("checks.on_divergence", config.checks.on_divergence, (RESUME, FETCH, STOP)),
         ("transport.kind", transport.kind, TRANSPORTS),
         ("transport.hopping", transport.hopping, POLICIES),
         ("pipeline.channels", config.pipeline.channels, CHANNELS),

@@ -14,6 +14,8 @@ from helixrt.errors import MisuseError
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """Reads tensors, so it waits for their device. Raises MisuseError for anything else, with its name."""
+    if not isinstance(values, Mapping):
+        raise MisuseError(f"session.log takes {{name: number}}, not a {type(values).__name__}")
     found = {}
     for name, value in values.items():
         if type(value) is not torch.Tensor and is_sharded(value):

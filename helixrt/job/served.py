@@ -23,6 +23,7 @@ from helixrt.job.driver import Driver, JobProgram, Run, new_run, reopened_run
 from helixrt.job.external_launcher import ExternalLauncher, Patience
 from helixrt.job.lineage_files import write_durably
 from helixrt.job.resume import checkpoint_to_resume, deals_of
+from helixrt.job.way_back import way_back
 from helixrt.replica.contracts import Launcher, RunStore
 from helixrt.replica.run_keys import SERVED_KEY
 from helixrt.replica.versions import versions
@@ -69,12 +70,10 @@ class ServedDriver(Driver):
                 self._settings_kept = True
 
     def run(self) -> int:
-        """As the base's; ended by Ctrl-C or SIGTERM it still writes the report."""
+        """As the base's; the exit code also after a signal."""
         try:
             return super().run()
         except (KeyboardInterrupt, Terminated) as why:
-            self._report(self._finished(), self._advance())
-            self.output.say("the server was asked to end before the run had ended")
             return interrupted() if isinstance(why, KeyboardInterrupt) else int(str(why.code))
 
 
@@ -108,7 +107,11 @@ def serve(
         if run.lock is not None:
             run.lock.close()
         raise
-    return driver.run()
+    while (code := driver.run()) != 0 and (back := way_back(driver)) is not None:
+        config = replace(config, resume=True, deal=back.deal, port=int(driver.address.rpartition(":")[2]))
+        driver = ServedDriver(config, back.run, secret, wait_s)
+        driver.output.say(f"{back.text}; its programs are waited for: start them again, if torchrun does not")
+    return code
 
 
 def resumed(config: JobConfig, which: str) -> tuple[JobConfig, Run]:

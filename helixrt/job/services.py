@@ -39,6 +39,9 @@ class Services(ABC):
     def close(self) -> None:
         """At the end of the run: nothing of it is needed any more."""
 
+    def end_store(self) -> None:  # noqa: B027 nothing to do where it has ended with `close`
+        """After `close`: ranks that still ask the store find none."""
+
     def leave(self) -> None:  # noqa: B027 nothing to do where they end with this process
         """At the end of a driver whose run may go on without it."""
 
@@ -48,6 +51,7 @@ class ServedHere(Services):
 
     def __init__(self, config: JobConfig, folder: Path, module: str, reserved: Reserved) -> None:
         self._config, self._folder, self._module, self._reserved = config, folder, module, reserved
+        self._server: object | None
         self._server, self.address = host_store(config.host, config.port)
         self._membership, self.lighthouse = _serve_membership(config)
 
@@ -57,6 +61,9 @@ class ServedHere(Services):
     def close(self) -> None:
         if self._membership is not None:
             self._membership.shutdown()  # type: ignore[attr-defined]
+
+    def end_store(self) -> None:
+        self._server = None  # it serves for as long as it lives
 
 
 def membership_kind(config: JobConfig) -> str:

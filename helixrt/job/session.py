@@ -19,6 +19,7 @@ in the user's thread, and it yields only what this replica has to compute.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from functools import partial
@@ -30,6 +31,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from helixrt.engines.deepspeed import DeepSpeedEngine
+from helixrt.engines.module import ModuleEngine
 from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.registered import Registered, Stateful
 from helixrt.engines.staged import StagedModel, Stages
@@ -39,6 +41,7 @@ from helixrt.errors import ConfigError, Departed, MisuseError
 from helixrt.job.checkpoint import is_due
 from helixrt.job.deepspeed import deepspeed_engine, wrap_calls
 from helixrt.job.evaluation import Evaluation, Part, PartSums
+from helixrt.job.idle_steps import IdleSteps
 from helixrt.job.loader_checks import check_last_batches, reads_all_items
 from helixrt.job.per_replica import PerReplicaState, published
 from helixrt.job.placement import Placement
@@ -47,6 +50,8 @@ from helixrt.job.rank_place import RankPlace
 from helixrt.job.sampler import StreamSampler, stream_sampler
 from helixrt.job.scalars import scalars
 from helixrt.job.session_host import Host, Plan, SessionSettings
+from helixrt.job.setting_types import check_types
+from helixrt.job.shared_data import Data, ShardSplitter, over_streams
 from helixrt.job.step import Batch, Committed, SessionEngine, Step
 from helixrt.job.stream import Stream, StreamSettings
 from helixrt.replica.commands import Evaluate
@@ -58,6 +63,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=nn.Module)
+Frozen = TypeVar("Frozen", bound=Callable[[int], Iterable[nn.Module | nn.Parameter]])
 
 
 class Session(RankPlace):
@@ -69,6 +75,7 @@ class Session(RankPlace):
         self._engine: SessionEngine | None = None
         self._per_replica: Mapping[str, Stateful] = {}
         self._evaluation: Evaluation | None = None
+        self._frozen: Callable[[int], Iterable[nn.Module | nn.Parameter]] | None = None
         self._step: Step[Any] | None = None  # the newest
         self._last: Committed | None = None  # of the step before it
         self._began = self._ended = False
@@ -154,8 +161,8 @@ class Session(RankPlace):
     def register(
         self,
         model: nn.Module | Mapping[str, nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] = (),
-        schedulers: Sequence[LRScheduler] | Mapping[str, LRScheduler] = (),
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] = (),
+        schedulers: LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler] = (),
         *,
         clip_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -166,7 +173,7 @@ class Session(RankPlace):
     ) -> None:
         """Register what is trained: all objects that the update changes. They are equal on all replicas, bit for bit.
 
-        `model`: one module, or several by name. `optimizers`, `schedulers`: in the order in which the update steps them.
+        `model`: one module, or several by name. `optimizers`, `schedulers`: one, or several in the order of their steps.
         `clip_norm`: gradients are scaled down to this norm, taken over all parameters. `scaler`: a `torch.amp.GradScaler`;
         losses are scaled with it. `extra`: other objects with `state_dict` and `load_state_dict` that the update changes, such
         as an average of the weights. `buffers`: what becomes of a buffer that a forward changes, over the replicas: "mean" (of
@@ -183,6 +190,7 @@ class Session(RankPlace):
         if self._engine is not None:
             raise MisuseError("session.register was called twice; register everything in one call")
         self.settings.mesh.check_supported()
+        check_types(Session.register, {"clip_norm": clip_norm, "extra": extra, "buffers": buffers, "per_replica": per_replica})
         registered = Registered.of(
             model,
             optimizers,
@@ -227,10 +235,23 @@ class Session(RankPlace):
 
         Gradients are in `p.grad`, divided by the total weight; where no contributor had one, or `record.applied` is False, it
         is None. The function changes registered state alone, as a function of that state, the gradients and the record
-        (`record.step`, `record.summed`): it also runs when a replica that was behind repeats an update. It may not draw random
-        numbers or read anything else. Autocast of the loop is off in it.
+        (`record.step`, `record.summed`, and `record.loss`, the mean loss of the step over all contributors): it also runs when
+        a replica that was behind repeats an update. It may not draw random numbers or read anything else that changes. Autocast
+        of the loop is off in it.
         """
         self._registered().set_update(function)
+        return function
+
+    def freeze(self, function: Frozen) -> Frozen:
+        """Decorator: `function(step)` returns a list of the modules and parameters that update number `step` does not train; it
+        runs before the batches of each step. They have no gradient then, so optimizers leave them and their state as they are.
+        It is a function of the number alone, so a replica that starts again, and a resumed run, freeze the same ones. All
+        parameters that any step trains are registered as trained, with their optimizers and groups. Call it before the loop.
+        Raises MisuseError for a model in stages and DeepSpeed, and in a step for what is not registered, and for a replica of
+        several ranks."""
+        if not isinstance(self._registered(), ModuleEngine):
+            raise MisuseError("session.freeze is not for a model in stages or a DeepSpeed engine")
+        self._frozen = function
         return function
 
     def sampler(self, data: Sized, shuffle: bool = False) -> StreamSampler:
@@ -239,14 +260,25 @@ class Session(RankPlace):
         given = self.settings
         return stream_sampler(data, self.streams, self.stream, shuffle=shuffle, seed=given.seed, deals=given.deals)
 
-    def evaluate(self, function: Callable[[], Number | Mapping[str, Number]], *, every: int) -> None:
-        """Run `function()` after every `every` updates and after the last one, on all ranks of one replica, between two steps,
-        without gradients. What it returns, a number or a mapping of names to numbers, is averaged over these ranks and logged
-        as validation. It must leave registered state as it is; running buffers and the modules' training mode are put back
-        behind it. Call this before the loop."""
-        self._set_evaluation(Evaluation(function, every))
+    def split_shards(self, shuffle: bool = True) -> ShardSplitter:
+        """Gives this rank's stream its part of a list of files, another one in each epoch (with `shuffle`): the `nodesplitter`
+        of `wds.WebDataset(urls, nodesplitter=split, shardshuffle=False)`; for its items `.shuffle(1000, rng=split.random)`."""
+        return ShardSplitter(self.streams, self.stream, shuffle=shuffle, seed=self.settings.seed)
 
-    def evaluate_shared(self, function: Callable[[Part], PartSums], *, every: int) -> None:
+    def over_streams(self, dataset: Data) -> Data:
+        """The same `StreamingDataset` of litdata or mosaicml-streaming, which from now on shares its items out over all streams
+        of the run, and not over the ranks of this replica. Raises ConfigError for another object."""
+        return over_streams(dataset, self.streams, self.stream)
+
+    def evaluate(self, function: Callable[[], Number | Mapping[str, Number]], *, every: int, at_start: bool = False) -> None:
+        """Run `function()` after every `every` updates and after the last one, and with `at_start` before the first one, on all
+        ranks of one replica, between two steps, without gradients. What it returns, a number or a mapping of names to numbers,
+        is averaged over these ranks and logged as validation, once for each agreed state. It must leave registered state as it
+        is; running buffers and the modules' training mode are put back behind it. With an optimizer that has `eval` and `train`
+        (schedule-free ones) the parameters are the averaged weights in it. Call this before the loop."""
+        self._set_evaluation(Evaluation(function, every, at_start=at_start))
+
+    def evaluate_shared(self, function: Callable[[Part], PartSums], *, every: int, at_start: bool = False) -> None:
         """As `evaluate`, with the work shared: every replica that has the agreed state runs `function(part)` over its part of
         the data, and the sums of all parts give one mean, logged once for each agreed state. `part.of(n)` are the numbers of
         the part's items, of n.
@@ -254,7 +286,7 @@ class Session(RankPlace):
         A replica that is behind has no part. If one is lost before it has told its sums, the figure is over the other parts
         and says so; after the last step the other replicas evaluate them. All ranks of a replica get the same part, and run
         the same forwards; sums and weights are averaged over its dp_shard ranks, which may divide the part by `shard`."""
-        self._set_evaluation(Evaluation(function, every, shared=True))
+        self._set_evaluation(Evaluation(function, every, shared=True, at_start=at_start))
 
     def _set_evaluation(self, evaluation: Evaluation) -> None:
         if self._began:
@@ -279,6 +311,7 @@ class Session(RankPlace):
         engine = self._registered()
         if self._began:
             raise MisuseError("session.steps was called twice; a run has one loop")
+        check_types(Session.steps, {"until": until, "accumulate": accumulate})
         if until < 1:
             raise ConfigError("until", until, "must be at least 1")
         if isinstance(engine, PipelineEngine):
@@ -292,19 +325,26 @@ class Session(RankPlace):
         self._began = True
         if self.streams > 1 and reads_all_items(loader):
             self._say("each replica reads all items of this DataLoader; sampler=session.sampler(dataset) deals them out")
+        if self.stream == 0 and self.settings.mesh.ranks * self.replicas > 1 and _accelerate_is_alone():
+            way = "losses are united by step.backward and step.commit, figures by session.evaluate_shared"
+            self._say(f"accelerate knows one process here, so its prepare, gather and reduce act in each rank alone; {way}")
         stream = Stream(loader, self.settings.stream(accumulate), self._host.store, self._say, self._host.folder)
         own = self._own_state(self.settings.stream(accumulate), until)
         given = self._evaluation
-        every, shared = (given.every, given.shared) if given is not None else (0, False)
-        worker = self._host.open(engine, Plan(until, accumulate, every, self._evaluate, shared))
+        evaluated = (0, self._evaluate) if given is None else (given.every, self._evaluate, given.shared, given.at_start)
+        worker = self._host.open(engine, Plan(until, accumulate, *evaluated))
+        idle = IdleSteps((p for _, p in engine.registered.parameters()) if isinstance(engine, ModuleEngine) else (), self._say)
         try:
             while (order := worker.next_work()) is not None:
                 own.begin(order.position, order.step)
                 engine.begin(order.on_bucket)
+                if self._frozen is not None and isinstance(engine, ModuleEngine):
+                    engine.freeze(self._frozen(order.step))
                 batches = stream.take(order.position)
                 self._step = Step(engine, worker, order, batches, accumulate, partial(stream.note, order.position))
                 yield self._step
                 self._step.check_committed()
+                idle.after(self._step)
                 self._last = self._step.done
             own.end(self._after(accumulate))
             self._ended = True
@@ -414,3 +454,9 @@ class Session(RankPlace):
     def _say(self, text: str) -> None:
         log.info(text)
         self._host.say(text)
+
+
+def _accelerate_is_alone() -> bool:
+    """Whether the program uses an `Accelerator` that was made before torch.distributed was initialized, or without it."""
+    state: Any = sys.modules.get("accelerate.state")
+    return state is not None and state.is_initialized() and state.PartialState().num_processes == 1

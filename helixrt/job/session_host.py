@@ -61,13 +61,15 @@ class SessionSettings:
 @dataclass(frozen=True)
 class Plan:
     """What is known when the loop begins. `evaluate_every`: steps, 0 for never; `evaluate` runs the user's
-    function as it is told; `evaluate_shared`: by all replicas, each over a part."""
+    function as it is told; `evaluate_shared`: by all replicas, each over a part; `evaluate_at_start`: also before the first
+    step."""
 
     until: int
     accumulate: int
     evaluate_every: int
     evaluate: Callable[[Evaluate], None]
     evaluate_shared: bool = False
+    evaluate_at_start: bool = False
 
 
 class Host(Protocol):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 
 import numpy
 import torch
@@ -21,7 +22,7 @@ from helixrt.engines.inner_group import lost_rank
 from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagePlace
-from helixrt.errors import Departed, HelixError, MisuseError, Retryable
+from helixrt.errors import ConfigError, Departed, Diverged, MisuseError, Retryable, root_of
 from helixrt.job.agreements import LayoutAgreement, agree_on_plan
 from helixrt.job.connections import replica_mesh, stage_channels
 from helixrt.job.evaluation import Measured
@@ -41,8 +42,9 @@ from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.commands import Evaluate, StopAsked
 from helixrt.replica.contracts import RankSpec, RunStore
 from helixrt.replica.rank import Done
+from helixrt.replica.rank_log import RankEnd
 from helixrt.replica.run_keys import OfRank
-from helixrt.replica.state_shards import digest
+from helixrt.replica.state_digest import digest
 from helixrt.replica.telling import tell, tell_traceback
 from helixrt.schedule.exchange.as_json import order_key
 
@@ -62,7 +64,12 @@ class RankHost:
     def __enter__(self) -> RankHost:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, Departed):
+            root = root_in(error, self._context.group_world_size)
+            self._runtime.broken(root)
+            if exit_code(root) in (FATAL_EXIT, MISUSE_EXIT):
+                self._runtime.keep_state()
         self._open.close()
 
     @property
@@ -100,6 +107,7 @@ class RankHost:
             evaluate=plan.evaluate,
             eval_every=plan.evaluate_every,
             eval_shared=plan.evaluate_shared,
+            eval_at_start=plan.evaluate_at_start,
             updated=self._updated,
             advance=plan.accumulate,
             initial=self._digest_of_replica(digest(engine.state()).state),
@@ -125,9 +133,7 @@ class RankHost:
         self._send(Logged.STEP, step, values, len(done.record.summed), done.stall_s, done.record.generation)
 
     def validation(self, order: Evaluate, found: Measured) -> None:
-        if found.weight is None:
-            self._send(Logged.VALIDATION, order.step, found.values, 0, 0.0)
-        elif self._runtime.metrics is not None:
+        if self._runtime.metrics is not None:
             of, among = order.of, list(order.among)
             label, replica = self._context.label, self._context.replica
             line = ValidationPart(replica, label, order.step, order.lineage, of, among, found.values, found.weight)
@@ -185,30 +191,33 @@ def run_rank(spec: RankSpec) -> int:
         config = SessionConfig.from_plain(spec.config)
         os.environ[RANK_VARIABLE] = _label(spec)
         with RankRuntime(spec, config) as runtime, opened_session(runtime, config) as session:
-            config.train.load()(session, **config.arguments)
+            try:
+                config.train.load()(session, **config.arguments)
+            except SystemExit as left:
+                if not is_return(left):
+                    raise
             check_loop_ended(session)
         return 0
-    except MisuseError as error:
-        return _print(spec, session, error, MISUSE_EXIT)
-    except Departed as asked:
-        return exit_code(spec, asked)
-    except HelixError as error:
-        if runtime is not None:
-            runtime.broken(error)
-        return exit_code(spec, error)
     except BaseException as error:
-        if runtime is not None and runtime.context.group_world_size > 1 and (why := lost_rank(error)):
-            return _follow(spec, runtime, Retryable(f"a rank of this replica is lost: {why}"), error)
-        if runtime is not None:
-            runtime.broken(error)
-        return _print(spec, session, error, FATAL_EXIT)
+        ranks = 1 if runtime is None else runtime.context.group_world_size
+        root = root_in(error, ranks)
+        _tell_end(place_in(spec, session), error, root)
+        return exit_code(root)
 
 
-def _follow(spec: RankSpec, runtime: RankRuntime, lost: Retryable, error: BaseException) -> int:
-    """End because another rank of the replica has: a replica leaves whole. Not a fault of the user's code."""
-    lost.__cause__ = error
-    runtime.broken(lost)
-    return exit_code(spec, lost)
+def is_return(left: SystemExit) -> bool:
+    """`sys.exit()` of a train function that has nothing to complain of: as its return."""
+    return not isinstance(left, Departed) and left.code in (None, 0)
+
+
+def root_in(error: BaseException, ranks: int) -> BaseException:
+    """The root cause of an error in a replica of so many ranks: Retryable for what a collective raises when another rank has
+    gone, which is no fault of the user's code: a replica leaves whole."""
+    if ranks > 1 and (why := lost_rank(error)):
+        lost = Retryable(f"a rank of this replica is lost: {why}")
+        lost.__cause__ = error
+        return lost
+    return root_of(error)
 
 
 def _label(spec: RankSpec) -> str:
@@ -218,12 +227,13 @@ def _label(spec: RankSpec) -> str:
     return f"r{at.replica}" + (f".{at.dp_shard}" if at.dp_shard else "") + "".join(others)
 
 
-def _print(spec: RankSpec, session: Session | None, error: BaseException, code: int) -> int:
-    """The user's own traceback first, without the frame of this module; then where it happened."""
-    below = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    tell_traceback(error, below)
-    tell(f"{type(error).__name__} in {place_in(spec, session)}: {error}")
-    return code
+def _tell_end(where: str, error: BaseException, root: BaseException) -> None:
+    """The user's own traceback first, without the frame of this module; then where it happened, and the root cause."""
+    if not isinstance(root, ConfigError | Departed | Diverged):
+        below = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        tell_traceback(error, below)
+        tell(f"{type(error).__name__} in {where}: {error}")
+    tell(RankEnd.of(root).line)
 
 
 def place_in(spec: RankSpec, session: Session | None) -> str:
@@ -236,7 +246,8 @@ def place_in(spec: RankSpec, session: Session | None) -> str:
 def check_loop_ended(session: Session) -> None:
     """Raises MisuseError unless the program has gone through its loop."""
     if session.left_early:
-        raise MisuseError("the loop over session.steps (or the prepared loader) was left before its end")
+        rule = "session.stop(reason) ends a run early"
+        raise MisuseError(f"the loop over session.steps (or the prepared loader) was left before its end; {rule}")
     if not session.began:
         raise MisuseError("the program did not iterate over session.steps (or the prepared loader)")
 

@@ -1,4 +1,4 @@
-"""Validations that all replicas share, joined: one figure for each agreed state, over all parts or with the word over which.
+"""Validations joined: one figure for each agreed state, over all parts of the replicas or with the word over which.
 
 In: parts as they come, the driver's copy of the log, the time. Out: `Logged` lines, each record's once. A part that comes again
 (of a replica that was started again, or evaluated by another one) counts once. A figure without all parts is told when a later
@@ -67,11 +67,14 @@ class SharedValidations:
 def joined(parts: list[ValidationPart]) -> Logged:
     """The weighted mean over these parts of one validation, each name over the parts that have it."""
     first = parts[0]
-    weight = math.fsum(part.weight for part in parts)
+    if first.weight is None:
+        return Logged(Logged.VALIDATION, first.replica, first.rank, first.step, first.sums, 0.0, 0, 0.0)
+    weights = {part.of: part.weight or 0.0 for part in parts}
+    weight = math.fsum(weights.values())
     values = {}
     for name in dict.fromkeys(name for part in parts for name in part.sums):
         having = [part for part in parts if name in part.sums]
-        items = math.fsum(part.weight for part in having)
+        items = math.fsum(weights[part.of] for part in having)
         values[name] = math.fsum(part.sums[name] for part in having) / items if items else math.nan
     missing = [replica for replica in first.among if replica not in {part.of for part in parts}]
     partial = ""

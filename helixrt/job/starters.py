@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, Fatal
 from helixrt.job.mesh import Mesh
 
 STORE, REPLICA, SECRET, SECRET_FILE = "HELIXRT_STORE", "HELIXRT_REPLICA", "HELIXRT_SECRET", "HELIXRT_SECRET_FILE"
@@ -27,10 +28,19 @@ STORE, REPLICA, SECRET, SECRET_FILE = "HELIXRT_STORE", "HELIXRT_REPLICA", "HELIX
 _STARTERS = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_CONFIG_JSON_ENV_VAR": "Ray", "SLURM_STEP_ID": "Slurm"}
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM_MAX_NORMAL_STEP_ID; from here on: the shell that salloc opens, a batch script
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # FOLDER/attempt_N/LOCAL_RANK/error.json; the folder is of this torchrun alone
+_AGAIN = "comes_again"  # beside it: with which error that process has ended
 # What all processes of one start have in common, and no other start has, as far as the starter tells it.
 _ATTEMPTS = {
     "torchrun": ("TORCHELASTIC_RUN_ID", _RESTARTS, "MASTER_ADDR", "MASTER_PORT"),
     "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+}
+# By which others tell a process how many there are, if the second one is set, too. PET_NNODES may be MIN:MAX.
+_SIZES = {
+    "WORLD_SIZE": "RANK",
+    "PET_NNODES": "PET_NNODES",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
 }
 _LOCAL_RANKS = {"torchrun": "LOCAL_RANK", "Slurm": "SLURM_LOCALID"}
 
@@ -66,12 +76,41 @@ def _is_srun(environ: Mapping[str, str]) -> bool:
     return not (step.isdigit() and int(step) >= _FIRST_SPECIAL_STEP)
 
 
+def note_again(why: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Of an error that would come again: torchrun starts anew whatever ends with an error, and knows nothing of its kind."""
+    if environ.get(_ERROR_FILE):
+        with suppress(OSError):
+            Path(environ[_ERROR_FILE]).with_name(_AGAIN).write_text(why, encoding="utf-8")
+
+
+def check_before(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises Fatal for a process that torchrun starts after such an error."""
+    if environ.get(_ERROR_FILE):
+        for noted in Path(environ[_ERROR_FILE]).parents[2].glob(f"attempt_*/*/{_AGAIN}"):
+            raise Fatal(f"not started again by torchrun, since this would come again: {noted.read_text(encoding='utf-8')}")
+
+
+def check_alone(launcher: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The launcher, of a process whose environment names no run. Raises ConfigError if it says that there are others beside it:
+    each of them would start a run of its own."""
+    for variable, rank in _SIZES.items():
+        size = environ.get(variable, "").rpartition(":")[2]
+        if rank in environ and size.isdigit() and int(size) > 1:
+            rule = f"this process is one of {size}, and each would train a run of its own; {_ways(launcher)}"
+            raise ConfigError(variable, environ[variable], rule)
+    return launcher
+
+
+def _ways(launcher: str) -> str:
+    serve = "for one run start `helixrt serve --replicas N`, and set the variables that it prints"
+    return f'{serve}; for a run that this process starts give launcher="{launcher}"'
+
+
 def place_of(environ: Mapping[str, str] = os.environ, mesh: Mesh = Mesh()) -> Place:  # noqa: B008 frozen
     """Raises ConfigError, with the variable that is missing or wrong, or a number of processes that is not that of the mesh."""
     who = starter(environ)
     if not environ.get(STORE):
-        rule = "is not set; start `helixrt serve --replicas N`, and set the variables that it prints"
-        raise ConfigError(STORE, "", rule)
+        raise ConfigError(STORE, "", f"is not set; {_ways('local')}")
     rank, before = _rank(environ, who, mesh)
     replica = environ.get(REPLICA, "")
     if not replica.isdigit():

@@ -1,4 +1,4 @@
-"""One step of a user's loop: its micro-batches, their backwards, and the commit.
+"""One step of a user's loop: its micro-batches, their backwards or skips, and the commit.
 
 In: an order of the rank's worker, the engine, and the batches of the stream. Out: micro-batches; then `Committed`. The
 order of calls is checked, and each wrong one raises a `MisuseError` that says what to call instead.
@@ -45,9 +45,8 @@ class Committed:
     because the replicas agreed on another base; the same batches come again, and the fields below are empty.
     `applied`: parameters were changed; False if no gradient was finite, or the total weight was 0.
     `contributors`: the replicas whose gradients were summed. `loss`: the mean over all items of all contributors (sum of
-    losses / sum of weights), `grad_norm`: before clipping; both are numbers or tensors with one element, on the host or on
-    the device, and are not read unless they are logged. They are NaN if nothing was applied. With `helixrt.Stages` `loss` is
-    that of this replica's own batch.
+    losses / sum of weights), `grad_norm`: before clipping, a number or a tensor with one element, which is not read unless it
+    is logged. They are NaN if nothing was applied. With `helixrt.Stages` `loss` is that of this replica's own batch.
     """
 
     committed: bool
@@ -62,7 +61,7 @@ Batch = TypeVar("Batch")
 
 
 class Step(Generic[Batch]):
-    """Iterate over it for the micro-batches, call `backward` once in each, then `commit`. Made by `Session.steps`."""
+    """Iterate over it for the micro-batches, call `backward` or `skip` once in each, then `commit`. Made by `Session.steps`."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class Step(Generic[Batch]):
             if self._backwards != self._yielded:
                 raise MisuseError(
                     f"micro-batch {self._yielded} of step {self.number} had {self._backwards - self._yielded + 1} calls of "
-                    "step.backward(loss); it must have one"
+                    "step.backward(loss); it must have one, or step.skip() if it is to be left out"
                 )
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -136,6 +135,20 @@ class Step(Generic[Batch]):
             self._engine.backward(loss, weight, last=self._yielded == self._accumulate)
         self._backwards += 1
 
+    def skip(self) -> None:
+        """Leave the micro-batch that was given last out, in place of `backward`: it counts 0 items, and the others of this step
+        and of the other replicas count as before. If all are skipped, nothing is updated. All ranks of the replica skip the
+        same ones; where only one of them is to, it calls `backward` with a loss that is 0 and the weight 0.
+
+        Raises MisuseError for a model in stages, or with DeepSpeed, and as `backward`.
+        """
+        if not isinstance(self._engine, ModuleEngine):
+            what = "a model in stages" if isinstance(self._engine, PipelineEngine) else "a DeepSpeed engine"
+            raise MisuseError(f"step.skip was called for {what}, which trains every batch: leave it out in the loader")
+        self._check_turn("step.skip", "it is in place of step.backward")
+        self._engine.skip(last=self._yielded == self._accumulate)
+        self._backwards += 1
+
     def expect_backward(self) -> None:
         """The loop calls `loss.backward()` itself in the micro-batch that was given last, and `own_backward_done` after it."""
         self._module_engine().expect_backward(last=self._yielded == self._accumulate)
@@ -144,8 +157,9 @@ class Step(Generic[Batch]):
         """Raises MisuseError if no parameter has had a gradient since `expect_backward`."""
         if not self._module_engine().own_backward_done():
             raise MisuseError(
-                f"micro-batch {self._yielded} of step {self.number} had no backward that reached a parameter; call "
-                "loss.backward() once in each, before optimizer.step(), on a loss of the models that session.prepare was given"
+                f"micro-batch {self._yielded} of step {self.number} had no backward that reached a parameter; "
+                "call loss.backward() once in each, before optimizer.step(), on a loss of the models of session.prepare; if "
+                "it is to be left out, call loader.skip()"
             )
         self._backwards += 1
 

@@ -11,9 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from helixrt.job.config import JobConfig, MeshConfig
+from helixrt.job.config import FETCH, JobConfig, MeshConfig
 from helixrt.protocol.catchup_memory import GB, CatchupMemory, catchup_memory
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.batches import BatchRules
@@ -28,8 +26,8 @@ SHOWN_EXCLUSIONS = 20  # in the console's summary and on the report's page; repo
 
 def publish_memory(config: JobConfig, engine: Engine, store: RunStore, life: str, rank: int) -> None:
     """Say how many reduced sets and snapshots fit into this rank's memory for catch-up. Raises ConfigError if too few do."""
-    reduced_bytes = sum(_nbytes(bucket) for bucket in engine.buckets)
-    state_bytes = sum(_nbytes(shard) for shard in shards_of(engine.state()).values())
+    reduced_bytes = sum(bucket.nbytes for bucket in engine.buckets)
+    state_bytes = sum(shard.nbytes for shard in shards_of(engine.state()).values()) + engine.state_growth()
     limit_bytes = int(config.catchup.memory_gb * GB)
     replay = config.catchup.replay if engine.can_replay else 0
     fits = catchup_memory(limit_bytes, reduced_bytes, state_bytes, config.mesh.replicas, replay)
@@ -40,10 +38,6 @@ def agreed_memory(store: RunStore, life: str, ranks: int, timeout_s: float) -> C
     """What fits on every rank of the replica. Equal ranks of all replicas say the same, so all replicas agree."""
     said = [json.loads(store.wait(OfRank.MEMORY.key(life, rank), timeout_s)) for rank in range(ranks)]
     return CatchupMemory(min(replay for replay, _ in said), min(snapshots for _, snapshots in said))
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def step_rules(config: JobConfig, memory: CatchupMemory, advance: int = 1, expects_overflow: bool = False) -> StepRules:
@@ -60,6 +54,7 @@ def step_rules(config: JobConfig, memory: CatchupMemory, advance: int = 1, expec
         advance=advance,
         deal=config.deal,
         check_every=config.checks.every,
+        fetch_differing=config.checks.on_divergence == FETCH,
         batches=BatchRules(streams_of(config.mesh), config.checks.same_streams, config.checks.strict_data),
     )
 

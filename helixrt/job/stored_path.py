@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.errors import ConfigError
+from helixrt.job.storage_trouble import in_words
 
 _LOCAL = ("file", "local")
 
@@ -175,4 +176,4 @@ def check_writable(key: str, place: Place) -> None:
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise ConfigError(key, place, f"cannot be written: {' '.join(str(error).split())}") from error
+        raise ConfigError(key, place, f"cannot be written: {in_words(error)}") from error

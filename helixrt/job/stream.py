@@ -22,12 +22,13 @@ state they may differ. Transformations that must be reproducible derive their nu
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from helixrt.errors import ConfigError, Fatal, StartAgain
+from helixrt.errors import ConfigError, Fatal, MisuseError, StartAgain
 from helixrt.job.batch_digest import Digest, batch_digest, together
 from helixrt.job.data_random import seed_generators
 from helixrt.job.kept_batch import KeptBatch
@@ -52,6 +53,17 @@ from helixrt.replica.rank_parts import BatchNote
 
 LENGTH_KEY = "loader/length"  # what all streams of the run must agree on
 ACCUMULATE_KEY = "loader/accumulate"  # the same; known before the length of a loader that has none
+RESUMED = "the run that is resumed"  # in place of a stream's name
+UNREAD_KEY = "loader/unread"  # put by the stream that has said which batches are not compared
+_AGREED = {  # what all streams have alike, and how messages name it
+    "batch": "batch_size",
+    "items": "items",
+    "shuffle": "shuffle",
+    "workers": "num_workers",
+    "content": "content_digest",
+    "accumulate": "accumulate",
+    "batches": "batches per epoch",
+}
 _EPOCH, _BATCH, _GENERATOR = 1, 2, 3  # what a seed is for
 _WORKERS = "helixrt/num_workers"  # in a state: of the loader that gave it
 
@@ -78,7 +90,8 @@ class _Ended(Exception):
 
 
 class Stream:
-    """One thread at a time. Raises ConfigError (loader, accumulate) at the start for a loader that cannot be used.
+    """One thread at a time. Raises ConfigError (loader, accumulate) at the start for a loader that cannot be used, MisuseError
+    for one that does not read as those of the other streams do, or not as before a resume.
 
     `store` is the run's; `say` gets the messages for the user, each once. States of the loader are kept in the run's `folder`
     as well, for a run that is resumed.
@@ -100,6 +113,7 @@ class Stream:
         self._stateful = stateful(loader)
         self._kept: dict[int, KeptBatch] = {}  # by position, those that may be yielded again
         self._uncopied = False  # the user was told of a batch that cannot be copied
+        self._unread = False  # the user was told of a batch that cannot be compared
         self._iterator: Iterator[Any] | None = None
         self._begun = False  # the loader was iterated in this process
         self._at_begin = False  # nothing was read from the iterator, which is at the begin of an epoch
@@ -199,11 +213,24 @@ class Stream:
         """Of what names the items where the session dealt them, whose transformations may be random. Else of the content."""
         dealt = dealt_by(self._loader)
         if dealt is None or self._length is None:
-            return batch_digest(batch)
+            unread: list[str] = []
+            digest = batch_digest(batch, unread.append)
+            if unread and not self._unread:
+                self._say_unread(unread[0], isinstance(digest, int) and digest == 0)
+            return digest
         epoch = self.epoch_of(position)
         sampler, size = dealt
         order = f"{sampler.items} {sampler.shuffle} {sampler.seed} {sampler.stream} {sampler.mark}"
         return batch_digest(f"{order} {epoch} {position - self._begin_of(epoch)} {size}")
+
+    def _say_unread(self, kind: str, whole: bool) -> None:
+        """Once in a run. `whole`: nothing else of the batch can be compared."""
+        self._unread, mine = True, uuid.uuid4().hex
+        if self._store.put_if_absent(UNREAD_KEY, mine) == mine:
+            how = "nor between the ranks of a stream or after a restart"
+            if not whole:
+                how = "and between the ranks of a stream and after a restart by the rest alone"
+            self._say(f"a batch holds {kind}, whose content is not read: such batches are not compared between streams, {how}")
 
     def _read(self, position: int) -> Any:
         """The next batch of the iterator, which is the one at `position`. Raises _Ended when the first epoch of a loader
@@ -242,33 +269,22 @@ class Stream:
             if next(self._iterator, self) is self:
                 break
         else:
-            self._other_length("more")
+            self._other_length(f"more than {self._length}")
         self._iterator = None
 
     # ---------------------------------------------------------------- lengths
 
     def _agree(self, length: int) -> None:
-        """All streams of the run have the same length and the same `accumulate`; the first to say it decides."""
-        content = content_of(self._loader)
-        mine = {"batches": length, "accumulate": self._settings.accumulate, "stream": self._settings.name, **self._described()}
+        """All streams of the run read alike; the first to say how decides. Whatever differs ends the run: every replica runs
+        this program. Raises MisuseError."""
+        content, whose = content_of(self._loader), f"stream {self._settings.name}"
+        mine = {"batches": length, "accumulate": self._settings.accumulate, "stream": whose, **self._described()}
         mine |= {"content": content} if content else {}
         first = json.loads(self._store.put_if_absent(LENGTH_KEY, json.dumps(mine)))
-        if first["accumulate"] != self._settings.accumulate:
-            rule = f"stream {first['stream']} has {first['accumulate']}; must be equal on all replicas"
-            raise ConfigError("accumulate", self._settings.accumulate, rule)
-        if first.get("content", content) != content:
-            rule = f"stream {first['stream']} reads {first['content']}; all streams, and a run that is resumed, read the same"
-            raise ConfigError("loader", f"{content or 'data without a name'} in stream {self._settings.name}", rule)
-        if first["batches"] != length:
-            rule = (
-                f"stream {first['stream']} has {first['batches']}, and streams must have the same length; "
-                "use sampler=session.sampler(dataset), or drop_last=True"
-            )
-            raise ConfigError("loader", f"{length} batches per epoch in stream {self._settings.name}", rule)
-        for key in ("items", "shuffle", "batch", "workers"):
-            if first.get(key, mine.get(key)) != mine.get(key, first.get(key)):
-                rule = f"stream {first['stream']} has {key}={first[key]}; all streams, and a run that is resumed, read the same"
-                raise ConfigError("loader", f"{name_of(self._loader)}, {key}={mine[key]}", f"{rule} data in the same order")
+        for key, name in _AGREED.items():
+            now, was = content if key == "content" else mine.get(key), first.get(key)
+            if None not in (now, was) and now != was:
+                self._refuse(name, now, was, first["stream"])
         if length < self._settings.accumulate:
             rule = f"an epoch of the loader has {length} batches, fewer than one step takes"
             raise ConfigError("accumulate", self._settings.accumulate, rule)
@@ -276,6 +292,15 @@ class Stream:
         if (rest := length % self._settings.accumulate) != 0:
             dropped = f"the last {rest} of {length} batches of each epoch are not used"
             self._say(f"{dropped}: a step takes accumulate={self._settings.accumulate}")
+
+    def _refuse(self, name: str, now: object, was: object, whose: str) -> NoReturn:
+        """Of what must be equal in all streams, and over a resume."""
+        rule = "all streams must read equally many batches, and alike; use sampler=session.sampler(dataset), or drop_last=True"
+        if whose == RESUMED:
+            rule = f"a position counts batches, so items would be read twice or never; resume with {name}={was}"
+            rule = f"{rule}, or begin a new run from its weights (`helixrt export`)"
+        where = f"in stream {self._settings.name}, and {was} in {whose}"
+        raise MisuseError(f"{name_of(self._loader)}: {name}={now} {where}: {rule}")
 
     def _described(self) -> dict[str, Any]:
         """What a later life must know to deal the rest of the data over another number of streams; else the loader's name."""
@@ -312,8 +337,7 @@ class Stream:
         """An epoch did not have as many batches as it should."""
         if _len(self._loader) is not None:
             raise Fatal(f"the loader has a length of {self._length} batches, and an epoch had {found}")
-        rule = f"others have {self._length}, and streams must have the same length in each epoch"
-        raise ConfigError("loader", f"{found} batches per epoch in stream {self._settings.name}", rule)
+        self._refuse(_AGREED["batches"], found, self._length, "the others")
 
     def _known_usable(self) -> int:
         assert self.usable is not None

@@ -56,7 +56,10 @@ class Parts:
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "helixrt" / "lab"
+    home = os.path.expanduser("~")
+    if not os.path.isabs(home):  # neither HOME nor an entry of this user
+        home = os.path.join(tempfile.gettempdir(), f"user-{os.getuid()}")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "helixrt" / "lab"
 
 
 # ---- what is missing ---------------------------------------------------------------------------

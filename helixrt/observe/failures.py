@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise, takewhile
+from itertools import islice, takewhile
 
 from helixrt.record import Event, Kind
 
@@ -61,19 +61,25 @@ class _Told:
         starts: dict[int, list[Event]] = defaultdict(list)
         self.exchanges: list[Event] = []  # quorums and exchanges that failed
         self.works: dict[int, list[Event]] = defaultdict(list)  # by step
-        self.commits: dict[int, list[float]] = defaultdict(list)  # by replica
+        self.steps: dict[str, list[tuple[float, float]]] = defaultdict(list)  # by rank; begin and end
+        before: dict[str, tuple[int, float]] = {}  # by rank: step and time of its newest commit; at first, when its work began
         for event in sorted(events, key=_end_s):
             replica = replica_of(event.rank)
             self.of[replica].append(event)
             match event.kind:
                 case Kind.RANK_START:
                     starts[replica].append(event)
+                    before.pop(event.rank, None)
                 case Kind.QUORUM | Kind.EXCHANGE_FAILED:
                     self.exchanges.append(event)
                 case Kind.WORK_BEGIN:
                     self.works[event.step].append(event)
+                    before.setdefault(event.rank, (event.step - 1, event.end_s))
                 case Kind.COMMIT:
-                    self.commits[replica].append(event.end_s)
+                    step, since_s = before.get(event.rank, (event.step, 0.0))
+                    if step == event.step - 1:  # else the record of those between is gone, or they were superseded
+                        self.steps[event.rank].append((since_s, event.end_s))
+                    before[event.rank] = event.step, event.end_s
         self.lives = {replica: births(of_one) for replica, of_one in starts.items()}
 
     def exchanges_from(self, begin_s: float) -> Iterator[Event]:
@@ -166,17 +172,25 @@ def _recomputed(told: _Told, gone: Collection[int], step: int, lost_s: float, un
     return sum(1 for e in began if lost_s <= e.end_s < until_s and e.rank in before)
 
 
-def _stall(told: _Told, gone: Collection[int], lost_s: float, noticed_s: float) -> float:
-    """Over all survivors, the most time by which the steps that overlap the loss took longer than the median of the steps
-    around them."""
-    worst = 0.0
-    for replica, times in told.commits.items():
-        if replica in gone:
+def _stall(told: _Told, gone: Collection[int], lost_s: float, noticed_s: float) -> float | None:
+    """Over all ranks of survivors, the most time by which the steps that overlap the loss took longer than the median of the
+    steps around them; None if the record of these steps is of none of them whole."""
+    stalls: list[float] = []
+    for rank, steps in told.steps.items():
+        if replica_of(rank) in gone:
             continue
-        around = times[max(0, bisect_left(times, lost_s) - _AROUND) : bisect_right(times, noticed_s) + _AROUND]
-        steps = list(pairwise(around))
-        hit = [end - begin for begin, end in steps if begin <= noticed_s and end >= lost_s]
-        calm = [end - begin for begin, end in steps if begin > noticed_s or end < lost_s]
-        if hit and calm:
-            worst = max(worst, sum(hit) - len(hit) * statistics.median(calm))
-    return worst
+        first, end = bisect_left(steps, lost_s, key=_end), bisect_right(steps, noticed_s, key=_begin)
+        hit, calm = steps[first:end], [*steps[max(0, first - _AROUND) : first], *steps[end : end + _AROUND]]
+        whole = all(before[1] == after[0] for before, after in zip(hit, hit[1:], strict=False))
+        if hit and calm and whole and hit[0][0] <= lost_s and noticed_s <= hit[-1][1]:
+            usual_s = statistics.median(end - begin for begin, end in calm)
+            stalls.append(max(0.0, sum(end - begin for begin, end in hit) - len(hit) * usual_s))
+    return max(stalls, default=None)
+
+
+def _begin(step: tuple[float, float]) -> float:
+    return step[0]
+
+
+def _end(step: tuple[float, float]) -> float:
+    return step[1]

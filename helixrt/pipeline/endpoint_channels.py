@@ -272,7 +272,6 @@ class StageChannels:
     def _copied(self, message: Outgoing, buffer: torch.Tensor, copy_s: float, queue: StageQueue) -> None:
         record, name, data = self.record, name_of(message.tag), bytes_of(buffer)
         message.copy_s = copy_s
-        self.host.copied(message.bytes, copy_s)
         if message.wants_arrival:
             told = bytearray(1)
             answer = (name[0], name[1] | ACKNOWLEDGES)

@@ -21,10 +21,11 @@ import torch
 
 from helixrt.errors import ConfigError
 from helixrt.passes.autocast import autocast_to
-from helixrt.passes.capture import capture
+from helixrt.passes.capture import capture, watched
 from helixrt.passes.early import early
 from helixrt.passes.executable import Executable
 from helixrt.passes.flat import Memory, lying_in
+from helixrt.passes.guards_private import Guards
 from helixrt.passes.lift import Cast, lift
 from helixrt.passes.pair import Rules
 from helixrt.passes.parts import Layout, Part, Port, Role
@@ -87,7 +88,7 @@ class ChunkGraphs:
     def released(self, op: Op) -> Mapping[str, Memory]:
         """Where the inputs of a backward are stored; 0 bytes for those that W needs, which the backward does not free."""
         lies = lying_in(self.halves.forward)
-        for_weight = self.halves.boundaries.forward_to_weight if op is Op.B else ()
+        for_weight = self.halves.forward_to_weight if op is Op.B else ()
         kept = {lies[port.name].owner for port in for_weight}
         return {name: replace(memory, size_bytes=0) if memory.owner in kept else memory for name, memory in lies.items()}
 
@@ -214,7 +215,8 @@ class GraphStage(JointStage):
 
     `chunks` are this stage's by number, in the training mode that their graphs are to have; `examples` are of what
     comes in for each. A forward without a backward is the module's own. Raises CaptureError for a chunk that cannot be
-    captured. With `autocast` they are captured under autocast to this type, and each weight is cast once per pass.
+    captured. With `autocast` they are captured under autocast to this type, and each weight is cast once per pass. `guards`:
+    the Python values that they were captured with.
     """
 
     def __init__(
@@ -230,12 +232,14 @@ class GraphStage(JointStage):
         joints: dict[int, Part] = {}
         lasting: Values = {}
         casts: list[Cast] = []
+        self.guards: dict[int, Guards | None] = {}
         for number, chunk in chunks.items():
             prefix = f"{number}."
             example = examples[number]
             x = example.x.detach().requires_grad_(number > 0)
             with autocast_to(autocast, x.device):
                 joint = capture(chunk.module, (x,), loss=chunk.loss, target=example.target)
+            self.guards[number] = watched(joint, chunk.module, chunk.loss, modes=False)
             lifted = lift(renamed(joint, prefix))
             joints[number] = lifted.part
             casts += lifted.casts

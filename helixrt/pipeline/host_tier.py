@@ -26,7 +26,6 @@ class HostTier:
         self._used = self._kept_bytes = 0
         self._kept: dict[int, list[torch.Tensor]] = {}
         self._waiting: list[Callable[[], None]] = []
-        self._copied_bytes, self._copied_s = 0, 0.0
         self._lock = threading.Lock()
 
     def take(self, size: int, retry: Callable[[], None] | None = None) -> torch.Tensor | None:
@@ -69,15 +68,3 @@ class HostTier:
     def _taken(self, size: int) -> int:
         """Host memory that a buffer takes."""
         return pinned_bytes(size) if self._pinned else size
-
-    def copied(self, size: int, seconds: float) -> None:
-        """A copy into a buffer took so long."""
-        with self._lock:
-            self._copied_bytes += size
-            self._copied_s += seconds
-
-    @property
-    def copy_bytes_per_s(self) -> float | None:
-        """Of all copies so far; None before the first one. In a `HostMemory` it is `copy_per_ms`, in bytes per ms."""
-        with self._lock:
-            return self._copied_bytes / self._copied_s if self._copied_s > 0.0 else None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -63,13 +64,19 @@ class Stage(ABC):
 
 class StageChunk:
     """One chunk by autograd. `loss(output, target)`, a mean, is given to the last chunk only; the `first` one computes no
-    gradient of its input.
+    gradient of its input. `around(node)` is entered around each backward, which begins at this node of the graph.
 
     Between F and B of a micro-batch it keeps the input and the graph, not the output itself.
     """
 
-    def __init__(self, module: nn.Module, loss: Loss | None = None, first: bool = False) -> None:
-        self.module, self.loss, self.first = module, loss, first
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss | None = None,
+        first: bool = False,
+        around: Callable[[Any], AbstractContextManager[None]] = lambda node: nullcontext(),
+    ) -> None:
+        self.module, self.loss, self.first, self._around = module, loss, first, around
         self._stash: dict[int, tuple[torch.Tensor, GradientEdge | None]] = {}
 
     def reset(self) -> None:
@@ -107,7 +114,7 @@ class StageChunk:
         of the forward, without autocast. Nothing, where all of the chunk and of those before it is frozen."""
         x, edge = self._stash.pop(microbatch)
         if edge is not None:
-            with without_autocast():
+            with self._around(edge.node), without_autocast():
                 torch.autograd.backward((edge,), (grad,))
         return x.grad
 

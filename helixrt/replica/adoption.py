@@ -43,19 +43,6 @@ def adopting() -> Iterator[None]:
             call(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
 
 
-def reaped(group: int) -> bool:
-    """Wait for the children of this process that have ended in a process group; whether none is left in it. Those of a process
-    that somebody may still want to wait for are not to be among them."""
-    if not hasattr(os, "waitid"):  # nor is anything adopted there
-        return True
-    try:
-        while os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is not None:
-            pass
-    except ChildProcessError:
-        return True
-    return False
-
-
 class AdoptedProcess:
     """A child of this process that it has not started: `pid`, `returncode`, `poll` and `wait` as of `subprocess.Popen`."""
 

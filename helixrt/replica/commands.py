@@ -26,11 +26,10 @@ from helixrt.replica.contracts import RunStore
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Mean loss over `batches` validation batches, for the state of step `step`. One that all replicas share is that of the
-    record `lineage`, dealt over the replicas `among`: evaluate the part of replica `of`."""
+    """Run the user's validation of the state of the record `lineage`, of step `step`. It is dealt over the replicas `among`:
+    one, or all that share it. Evaluate the part of replica `of`."""
 
     step: int
-    batches: int
     lineage: str = ""
     of: int = 0
     among: tuple[int, ...] = ()
@@ -48,7 +47,9 @@ class Save:
 
 @dataclass(frozen=True)
 class Digest:
-    """Training is done: report the SHA-256 of this rank's parameters and of its whole state."""
+    """Report digests of this rank's parameters and of its whole state; `entries`: also of each entry."""
+
+    entries: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,11 @@ class OrderPrepared:
 
 @dataclass(frozen=True)
 class Digested:
-    """The answer to `Digest`, hexadecimal."""
+    """The answer to `Digest`, hexadecimal; `entries`: (name, digest) in the order of the state."""
 
     parameters: str
     state: str
+    entries: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ def _rich(name: str, value: Any) -> Any:
         return CommitRecord.from_json(value)
     if name == "donors":
         return tuple(Member.from_plain(m) for m in value)
+    if name == "entries":
+        return value if isinstance(value, bool) else tuple((entry, digest) for entry, digest in value)
     return tuple(value) if isinstance(value, list) else value
 
 

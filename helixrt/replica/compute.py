@@ -33,8 +33,7 @@ from helixrt.replica.progress import LOOP
 from helixrt.replica.rank_parts import Buckets, Done, RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
 from helixrt.replica.serving import Serving
-from helixrt.replica.state_shards import digest
-from helixrt.replica.state_watch import StateWatch
+from helixrt.replica.state_digest import StateWatch, digest
 
 
 class Commands:
@@ -74,6 +73,8 @@ class Compute:
         self._parts, self._commands = parts, commands
         self._reduced, self._serving, self._fetching = reduced, serving, fetching
         self._own_sums = own_sums  # in a run of one replica
+        self.lineage = ""
+        """Hash of the record whose state the engine holds; "" while it is being changed, and before it is known."""
         self._watch = StateWatch(parts.engine, parts.check_every) if parts.check_every and not parts.alone else None
         self._held: WorkOrder | Exit | None = None  # what ended a wait for an outcome: the next call of `next_work` gets it
         self._order: WorkOrder | None = None  # the one that is being worked on
@@ -117,7 +118,7 @@ class Compute:
             self._schedule = order.schedule
         self._order = order
         if self._watch is not None:
-            order.note.state, order.note.part = self._watch.digest(order.step)
+            order.note.state, order.note.part = self._watch.part(order.step)
         record.step = order.step
         record.write(Kind.WORK_BEGIN, position=order.position)
         self._begin_s = record.clock()
@@ -169,8 +170,9 @@ class Compute:
                 case p.Load():
                     state = self._fetching.take(command.lineage)
                     self._serving.settle()
+                    self.lineage = ""
                     self._parts.engine.load(state)
-                    self._pristine = False
+                    self.lineage, self._pristine = command.lineage, False
                     self._serving.update_done()
                 case LoadDurable():
                     self._load_durable(command)
@@ -186,7 +188,7 @@ class Compute:
                     self._idle_since = time.monotonic()
                 case Digest():
                     self._parts.engine.check_copies()
-                    self._parts.report(digest(self._parts.engine.state()))
+                    self._parts.report(digest(self._parts.engine.state(), command.entries))
         return None
 
     def _preparing(self) -> AbstractContextManager[None]:
@@ -226,7 +228,9 @@ class Compute:
         if command.initial and not self._pristine:
             raise StartAgain("nothing but the initial parameters is durable, and this process has changed its own")
         self._serving.settle()
+        before, self.lineage = self.lineage, ""
         found = self._parts.hooks.load(command.lineage, command.initial)
+        self.lineage = command.lineage if found else before
         self._pristine = self._pristine and (command.initial or not found)
         self._serving.update_done()
         self._parts.report(LoadedDurable(command.lineage, found))
@@ -238,8 +242,9 @@ class Compute:
         stall_s = time.monotonic() - self._idle_since
         self._serving.settle()
         begin_s = parts.record.clock()
+        self.lineage = ""
         update = parts.engine.apply(record, reduced)
-        self._pristine = False
+        self.lineage, self._pristine = record.hash, False
         if reduced is not None:
             parts.record.write(Kind.APPLY, begin_s=begin_s, step=record.step, record=record.hash)
             if not parts.alone:

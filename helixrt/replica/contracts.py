@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from helixrt.errors import Fatal
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.quorum import Member
 from helixrt.replica.portions import Portion
@@ -114,6 +115,15 @@ class Engine(ABC):
         Where names, shapes and dtypes change (an optimizer that has no state before its first step), they change in `apply`
         and `load` alone.
         """
+
+    def state_growth(self) -> int:
+        """How many bytes `state` is expected to gain in the first update, such as those of an optimizer's moments."""
+        return 0
+
+    def leave_batch(self) -> None:
+        """The batch that was begun is not worked on any more; gradients stay, since they may be on their way. `state` is that
+        of the newest update then. Raises Fatal if it is not, or if that cannot be known."""
+        raise Fatal("this engine cannot leave a batch that was begun")
 
     def check_copies(self) -> None:  # noqa: B027 an engine may hold nothing twice in a replica
         """Compare what must be equal on several ranks of this replica. Raises Fatal, with an entry's name, where their bits
@@ -352,12 +362,15 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class RankExit:
-    """A rank that ended: `code` is its exit status, negative for a signal (as in subprocess)."""
+    """A rank that ended: `code` is its exit status, negative for a signal (as in subprocess). `error` is the same for the same
+    error at the same place of the program, "" if it is not known; `host`: where the rank ran, "" for the launcher's host."""
 
     coordinate: Coordinate
     incarnation: int
     code: int
     reason: str
+    error: str = ""
+    host: str = ""
 
 
 class Launcher(ABC):
@@ -374,6 +387,9 @@ class Launcher(ABC):
     outlives_driver: bool = False
     """Whether the ranks go on, for a while, when the process that calls this ends without `close`."""
 
+    told_to_end: bool = False
+    """Whether the process that has the ranks, if it is another than the one that calls this, was told to end by a signal."""
+
     awaits: str = "no resources yet for its ranks"
     """What a replica that is `waiting` waits for, as text for the user."""
 
@@ -385,6 +401,10 @@ class Launcher(ABC):
     def waiting(self, replica: int) -> bool:
         """Whether a rank of the replica that was started has no process yet, for a reason that is not its own."""
         return False
+
+    def leaving(self) -> None:  # noqa: B027 nothing to do where the ranks end with this process
+        """All replicas were asked to leave, and none is started any more. If `outlives_driver`, they may complete that also
+        when this process ends without `close`. May raise Retryable."""
 
     @abstractmethod
     def kill(self, replica: int) -> None:

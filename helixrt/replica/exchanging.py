@@ -135,14 +135,14 @@ class ExchangeThread:
         write(Kind.EXCHANGE_BEGIN, begin_s=begin_s, generation=command.generation, contribute=command.contribute)
         buckets = parts.engine.buckets
         sums, finite = self._reduced.borrow(buckets, command.contribute), True
-        zeros = torch.zeros(0 if command.contribute else max(map(_nbytes, sums), default=0), dtype=torch.uint8)
+        zeros = torch.zeros(0 if command.contribute else max((each.nbytes for each in sums), default=0), dtype=torch.uint8)
         replicas = parts.replicas
         digests, note = torch.zeros(2, 2 * replicas, dtype=torch.int64), BatchNote()  # this replica's, and all
         left = deque(reversed(range(len(buckets))))
         while left:
             done = len(buckets) - len(left)
             together = self._next_buckets(left, command, deadline)
-            sources = [buckets[i] if command.contribute else zeros[: _nbytes(sums[i])].view(sums[i].dtype) for i in together]
+            sources = [buckets[i] if command.contribute else zeros[: sums[i].nbytes].view(sums[i].dtype) for i in together]
             begin_s, outs = parts.record.clock(), [sums[i] for i in together]
             if not left and replicas:
                 if command.contribute:
@@ -157,7 +157,7 @@ class ExchangeThread:
                     generation=command.generation,
                     bucket=count,
                     buckets=len(buckets),
-                    bytes=_nbytes(source),
+                    bytes=source.nbytes,
                 )
                 self._check_abort(command.generation)
                 finite = finite and all_finite(parts.engine.finite_part(index, sums[index]))
@@ -205,7 +205,3 @@ class ExchangeThread:
         with self._lock:
             if self._aborted >= generation:
                 raise Retryable("aborted")
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

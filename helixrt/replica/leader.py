@@ -115,6 +115,10 @@ class Leader:
         thread, one order at a time."""
         self._take(PrepareOrder(order, rehearsal))
 
+    def stop(self) -> None:
+        """Handle no event any more; from any thread."""
+        self._closed.set()
+
     def close(self) -> None:
         """End the threads; a quorum call under way is left to end by its own deadline. Idempotent."""
         self.appends.close()
@@ -257,6 +261,8 @@ class Leader:
                 raise Fatal(f"replica {self.machine.replica} starts again: {action.reason}")
             case p.Refuse():
                 raise MisuseError(action.reason)
+            case p.Differ():
+                self._blocking.put(lambda: self.hooks.differ(action))
             case p.Tell():
                 self.hooks.say(action.text)
             case p.Reload():

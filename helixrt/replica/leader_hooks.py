@@ -29,6 +29,7 @@ class LeaderHooks:
     in the coordination thread. `doing(what)`: while an event is handled, for the progress report. `measured(times)`: what a
     rank measured. `prepared(order, seconds, failed)`: all ranks have answered `Leader.prepare`, the slowest after so long;
     `failed` is why one of them cannot work by the order, "" if all can: then work is by it from the next quorum on.
+    `differ(action)`: replicas hold different states; in the coordination thread, raises what ends this process.
     """
 
     decided: Callable[[int, CommitRecord], None]
@@ -44,3 +45,4 @@ class LeaderHooks:
     doing: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
     measured: Callable[[str], None] = lambda times: None
     prepared: Callable[[str, float, str], None] = lambda order, seconds, failed: None
+    differ: Callable[[p.Differ], None] = lambda action: None

@@ -31,10 +31,11 @@ from typing import Any
 
 from helixrt.errors import Cause, MissingExtra, Retryable
 from helixrt.protocol.step.quorum import Member
-from helixrt.replica.contracts import Formed, Membership
+from helixrt.replica.contracts import Formed, Membership, RunStore
 from helixrt.replica.lighthouse import begin_lighthouse
 from helixrt.replica.lighthouse_beats_private import library
-from helixrt.replica.lost_members import ASK_S, GONE, Lost, LostMembers
+from helixrt.replica.lost_members import ASK_S, GONE, LostMembers
+from helixrt.replica.run_keys import asks_key, ended_key
 from helixrt.timeouts import Timeouts
 from helixrt.transport.monitor import client as monitor_client
 from helixrt.transport.monitor.client import Monitor, give_back, lease
@@ -66,22 +67,12 @@ def time_stamp(created_s: int, created_ns: int, run_epoch_s: float) -> int:
     return created_s * 1_000_000 + created_ns // 1000 - epoch_us
 
 
-def newest_incarnations(members: Iterable[Member]) -> tuple[Member, ...]:
-    """One member per replica, in order of replica ids: a predecessor that still seems alive is dead."""
-    newest: dict[int, Member] = {}
-    for member in members:
-        known = newest.get(member.replica)
-        if known is None or member.incarnation > known.incarnation:
-            newest[member.replica] = member
-    return tuple(newest[replica] for replica in sorted(newest))
-
-
 class TorchftMembership(Membership):
-    """A replica's place at a lighthouse, where it is known as `replica:incarnation`.
+    """A replica's place at a lighthouse, where all its incarnations have one name: who comes back takes the place of who has
+    gone, which need not first lose it.
 
     `lighthouse` is the address from `serve_lighthouse`; `run_epoch_s` is the same for all replicas
-    and all drivers of the run. `lost` returns whether the driver has seen the end of a replica's incarnation; without it, only
-    heartbeats tell.
+    and all drivers of the run. `store`: the run's, which knows which incarnations the driver has seen end.
 
     From `announce` to `close` this rank's monitor process sends the heartbeats, so they depend neither on the interpreter lock
     nor on user code. It withholds them while this process is stopped, while another process of the replica is (`depend_on`),
@@ -93,18 +84,19 @@ class TorchftMembership(Membership):
         replica: int,
         incarnation: int,
         lighthouse: str,
+        store: RunStore,
         timeouts: Timeouts,
         run_epoch_s: float,
-        lost: Lost = lambda replica, incarnation: False,
         host: str = "127.0.0.1",
     ) -> None:
-        self._id = f"{replica}:{incarnation}"
-        self._address = lighthouse
+        self._id = str(replica)
+        self._name = f"{replica}:{incarnation}"  # of this life, among the members of this host
+        self._address, self._store, self._says_so = lighthouse, store, False  # that it asks
         self._timeouts = timeouts
         self._run_epoch_s = run_epoch_s
         self._coordination = _coordination()
         self._client: Any = None  # of `join` alone
-        self._lost = LostMembers(self._id, self._ask_for, lost)
+        self._lost = LostMembers(replica, self._ask_for, store)
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._heart: threading.Thread | None = None
@@ -122,10 +114,10 @@ class TorchftMembership(Membership):
             if self._monitor is not None:
                 arguments: dict[str, Any] = {"library": library(), "lighthouse": self._address, "member": self._id}
                 arguments["timeout_s"] = self._call_timeout_s
-                self._monitor.beat(self._id, _BEATS, arguments, self._timeouts.heartbeat_period_s, self._timeouts.step_s)
+                self._monitor.beat(self._name, _BEATS, arguments, self._timeouts.heartbeat_period_s, self._timeouts.step_s)
                 for number in self._watched:
-                    self._monitor.depend(self._id, number)
-            self._heart = threading.Thread(target=self._beat, name=f"helixrt-heartbeat-{self._id}", daemon=True)
+                    self._monitor.depend(self._name, number)
+            self._heart = threading.Thread(target=self._beat, name=f"helixrt-heartbeat-{self._name}", daemon=True)
             self._heart.start()
         # The thread must be gone before the interpreter is: its native call cannot be unwound.
         atexit.register(self.close)
@@ -144,18 +136,20 @@ class TorchftMembership(Membership):
                 if left_s <= _WITHHELD_S or self._stop.wait(_WITHHELD_S):
                     raise Retryable(f"this replica takes no part: {why}")
                 continue
+            if self._store.get(ended_key(me.replica, me.incarnation)) is not None:  # its successor has the name
+                raise Retryable(f"the driver saw incarnation {me.incarnation} of replica {me.replica} end; it is over")
             formed = self._ask(me, left_s)
-            # A quorum in which our predecessor stands for us, or we for a successor, is not ours.
             if any(m.replica == me.replica and m.incarnation == me.incarnation for m in formed.members):
                 return formed
-            if any(m.replica == me.replica and m.incarnation > me.incarnation for m in formed.members):
-                raise Retryable(f"replica {me.replica} was started again; incarnation {me.incarnation} is over")
         raise Retryable(f"no quorum formed within {timeout_s:g} s")
 
     def _ask(self, me: Member, timeout_s: float) -> Formed:
         try:
             if self._client is None:
                 self._client = self._connect()
+            if not self._says_so:  # others ask in its name no more, and wait for it from now on
+                self._store.put_if_absent(asks_key(me.replica, me.incarnation), "yes")
+                self._says_so = True
             with self._lost.spoken_for():
                 quorum = self._client.quorum(
                     replica_id=self._id, timeout=timedelta(seconds=timeout_s), step=me.step, data=me.to_plain()
@@ -165,16 +159,15 @@ class TorchftMembership(Membership):
             late = isinstance(error, TimeoutError)
             what = f"no quorum formed within {timeout_s:g} s" if late else "the lighthouse cannot be reached"
             raise Retryable(Cause(f"{what} ({self._address}): {error}")) from error
-        gone = {p.replica_id for p in quorum.participants if p.data == GONE}
-        self._lost.formed((p.replica_id for p in quorum.participants), gone)
-        if self._id in gone:
-            raise Retryable(f"the driver saw incarnation {me.incarnation} of replica {me.replica} end; it is over")
-        members = newest_incarnations(Member.from_plain(p.data) for p in quorum.participants if p.data and p.data != GONE)
+        told = {int(p.replica_id): p.data for p in quorum.participants if p.data}
+        gone = {replica: data[GONE] for replica, data in told.items() if GONE in data}
+        members = tuple(Member.from_plain(told[replica]) for replica in sorted(told.keys() - gone.keys()))
+        self._lost.formed({member.replica: member.incarnation for member in members}, gone)
         return Formed(time_stamp(quorum.created.seconds, quorum.created.nanos, self._run_epoch_s), members)
 
-    def _ask_for(self, member: str) -> None:
+    def _ask_for(self, replica: int, ended: int) -> None:
         try:
-            self._connect().quorum(replica_id=member, timeout=timedelta(seconds=ASK_S), step=0, data=GONE)
+            self._connect().quorum(replica_id=str(replica), timeout=timedelta(seconds=ASK_S), step=0, data={GONE: ended})
         except (TimeoutError, RuntimeError, OSError):
             pass  # asked all the same, or the lighthouse is away, which shows in `join`
 
@@ -187,7 +180,7 @@ class TorchftMembership(Membership):
         with self._lock:
             monitor, self._monitor = self._monitor, None
         if monitor is not None:
-            monitor.rest(self._id)
+            monitor.rest(self._name)
             for number in self._watched:
                 monitor.forget(number)
             give_back(monitor)
@@ -204,7 +197,7 @@ class TorchftMembership(Membership):
             if self._monitor is None:
                 return ""
             self._monitor.look()
-            return "" if self._monitor.ended else self._monitor.withheld(self._id)
+            return "" if self._monitor.ended else self._monitor.withheld(self._name)
 
     def _connect(self) -> Any:
         return self._coordination.LighthouseClient(self._address, timedelta(seconds=self._call_timeout_s))
@@ -217,8 +210,8 @@ class TorchftMembership(Membership):
                 monitor = self._monitor
             if monitor is not None:
                 monitor.look()
-                monitor.alive(self._id)
-            if monitor is None or monitor.ended or not monitor.beating(self._id):
+                monitor.alive(self._name)
+            if monitor is None or monitor.ended or not monitor.beating(self._name):
                 client = self._try_heartbeat(client)
             self._stop.wait(self._timeouts.heartbeat_period_s)
 

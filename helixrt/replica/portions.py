@@ -29,12 +29,13 @@ class Block:
 @dataclass(frozen=True)
 class Portion:
     """What a rank holds of the tensor `name` of the whole model, which has this shape. `writes`: this rank is the first of
-    those that hold the same."""
+    those that hold the same. `also`: other names that the model has for it, as it has for tied parameters."""
 
     name: str
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
     writes: bool = True
+    also: tuple[str, ...] = ()
 
     @staticmethod
     def whole(name: str, shape: Sequence[int], writes: bool = True) -> Portion:

@@ -25,7 +25,11 @@ from helixrt.replica.work_page import NOT_WORKING, WorkWord
 
 MAIN, EXCHANGE, LEADER, COORDINATION, FETCH = "main", "exchange", "leader", "coordination", "fetch"
 LOOP = "the loop, between two steps"  # what the main thread does in the user's code, where it has nothing to complete
-_DEPTH = 80  # frames of a thread that are looked at
+COMPILES = "compiles, for torch.compile"
+COMPILE_S = 3600.0  # limit of a compile; until then a rank that compiles does not count as stuck
+_DEPTH = 200  # frames of a thread that are looked at
+# Modules of torch and Triton that are on the stack while one compiles, and not when what was compiled runs.
+_COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.graph", "torch._inductor.async_compile", "triton.compiler.")
 _OWN = ("threading", "queue", "contextlib")
 
 
@@ -119,6 +123,7 @@ class Progress:
         self._changed = threading.Condition()  # guards everything below
         self._sequence = 0
         self._committed = False
+        self._compiles: dict[int, int] = {}  # of each thread: odd while it compiles, and grows when that changes
         self._closed = False
         self._thread: threading.Thread | None = None
         if store is not None:
@@ -167,10 +172,12 @@ class Progress:
             self._sequence += 1
             threads = []
             for me, slots in busy:
-                where, waits = self._place(frames[me]) if me in frames else ("", False)
-                limit_s = max(slot.limit_s for slot in slots)
-                doing = "/".join(slot.doing for slot in slots)
-                threads.append(ThreadReport(slots[0].thread, doing, self.completed[me], limit_s, where, waits))
+                where, waits, compiles = self._place(frames[me]) if me in frames else ("", False, False)
+                times = self._compiles.get(me, 0)
+                times = self._compiles[me] = times + (compiles != times % 2)
+                limit_s = max(COMPILE_S if compiles else 0.0, *(slot.limit_s for slot in slots))
+                doing = "/".join([slot.doing for slot in slots] + [COMPILES] * compiles)
+                threads.append(ThreadReport(slots[0].thread, doing, self.completed[me] + times, limit_s, where, waits))
             return ProgressReport(self._sequence, self._committed, tuple(threads))
 
     def _busy(self) -> list[tuple[int, list[_Doing]]]:
@@ -205,13 +212,13 @@ class Progress:
             with self._sending, suppress(Retryable):  # the next report has the same content
                 self._store.set(self._key, self.report().to_json())
 
-    def _place(self, frame: FrameType | None) -> tuple[str, bool]:
-        """The innermost frame outside the interpreter's own waiting, and whether it waits for a peer."""
-        where, waits, depth = "", False, 0
+    def _place(self, frame: FrameType | None) -> tuple[str, bool, bool]:
+        """The innermost frame outside the interpreter's own waiting, whether it waits for a peer, and whether it compiles."""
+        where, waits, compiles, depth = "", False, False, 0
         while frame is not None and depth < _DEPTH:
             module = frame.f_globals.get("__name__", "")
             if not where and module not in _OWN:
                 where = f"{module}:{frame.f_code.co_name}, line {frame.f_lineno}"
-            waits = waits or module.startswith(self._waits_in)
+            waits, compiles = waits or module.startswith(self._waits_in), compiles or module.startswith(_COMPILERS)
             frame, depth = frame.f_back, depth + 1
-        return where, waits
+        return where, waits, compiles

@@ -72,12 +72,6 @@ class ReducedSets:
         with self._lock:
             self._exchanged = (generation, sums)
 
-    @property
-    def newest(self) -> Buckets | None:
-        """The sums of the last exchange, until they are committed or borrowed again."""
-        with self._lock:
-            return None if self._exchanged is None else self._exchanged[1]
-
     def keep(self, record: CommitRecord) -> None:
         """The sums of the last exchange are those of this record."""
         with self._lock:
@@ -102,11 +96,6 @@ class ReducedSets:
         with self._lock:
             self._kept.pop(lineage, None)
             self._copies.pop(lineage, None)
-
-    def kept(self) -> frozenset[str]:
-        """The records whose sets are kept."""
-        with self._lock:
-            return frozenset(self._kept)
 
     def serve(self, record: CommitRecord, sums: Buckets) -> None:
         """Offer the newest two sets to other replicas; an older one is free again."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import Enum
 
 PLAN_KEY = "plan"  # as JSON, where the ranks decide it: how far the run goes, batches of a step, a pipeline's first order
+DIVERGED_KEY = "diverged"  # put by a leader, before its replica ends so (`job.divergence`)
 EXIT_KEY = "exit"  # put by the driver: every replica that was not given up is done, ranks may exit
 
 
@@ -22,15 +23,34 @@ class OfRank(Enum):
     MEMORY = "memory"  # what fits into its memory for catch-up
     MONITOR = "monitor"  # address of its monitor
     LEFT = "checkpoint/left"  # set again and again: what it has not taken of the checkpoint that it loaded last
+    STATE = "state"  # at an error of its program: hash of the record whose state it holds, or "none"
+    LAST = "checkpoint/last"  # then, of the leading rank: the record whose state all ranks save, as JSON, or "none"
+    SAVED = "checkpoint/saved"  # then: it needs the others no more for the checkpoint of that state
     PID = "pid"  # of its process, in a run with faults
 
     def key(self, life: str, rank: int) -> str:
         return f"{self.value}/{life}/{rank}"
 
 
+def ready_key(replica: int) -> str:
+    """Put by the replica's leader when it can begin its first step, and by the driver when it has given the replica up: the
+    first quorum no longer waits for it."""
+    return f"ready/{replica}"
+
+
+def given_up_key(replica: int) -> str:
+    """Put by the driver, with the reason: the replica is not started again in this life of the run."""
+    return f"given_up/{replica}"
+
+
 def running_key(replica: int, incarnation: int) -> str:
     """Put by the replica's leader when this incarnation has joined a quorum for the first time."""
     return f"running/{replica}/{incarnation}"
+
+
+def asks_key(replica: int, incarnation: int) -> str:
+    """Put by the replica's leader before this incarnation asks torchft's lighthouse for its first quorum."""
+    return f"asks/{replica}/{incarnation}"
 
 
 def done_key(replica: int) -> str:
@@ -104,8 +124,13 @@ def saves_key(replica: int, incarnation: int) -> str:
     return f"saves/{replica}/{incarnation}"
 
 
+def saver_key(lineage: str) -> str:
+    """Put where all replicas that hold this state leave: by the leader of the one that saves it for all of them."""
+    return f"saver/{lineage}"
+
+
 def ended_key(replica: int, incarnation: int) -> str:
-    """Put by the driver when a process of this incarnation has ended too early, and by the leader of its successor:
+    """Put by the driver when a process of this incarnation has ended too early, and by its own leader or that of its successor:
     it takes part no more. A rank reads its own before it puts records and, of several replicas, at every quorum, and stops if
     it is there."""
     return f"ended/{replica}/{incarnation}"
@@ -115,6 +140,12 @@ def leave_key(replica: int, incarnation: int) -> str:
     """Put by the driver when the user drains the replica, and by a rank that gets SIGTERM: this incarnation is to leave at its
     next step boundary. The value is the reason."""
     return f"leave/{replica}/{incarnation}"
+
+
+def cause_key(replica: int, incarnation: int) -> str:
+    """Put by the first rank of several whose own error ends the replica, before the others can know: its exit code, the reason
+    and the error (`RankExit`), as JSON. Ranks that fail because of it may end first."""
+    return f"cause/{replica}/{incarnation}"
 
 
 def holder_key(index: int) -> str:

@@ -146,9 +146,8 @@ class Serving:
     def _take(self, snapshot: _Snapshot) -> None:
         try:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._closed or self._updates_done >= snapshot.after, self._step_s):
-                    raise Fatal(f"the update to {snapshot.lineage[:8]} was not done in {self._step_s} s")
-                self._changed.wait_for(lambda: self._closed or not self._held)
+                # Without a limit: the main thread may evaluate or save before, and who watches its progress knows for how long.
+                self._changed.wait_for(lambda: self._closed or (self._updates_done >= snapshot.after and not self._held))
                 if self._closed:
                     return
                 self._taking, written = self._taking + 1, self._written

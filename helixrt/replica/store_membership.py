@@ -29,7 +29,6 @@ from helixrt.protocol.store_quorum import (
     StoreQuorum,
 )
 from helixrt.replica.contracts import Formed, Membership, RunStore
-from helixrt.replica.membership import newest_incarnations
 from helixrt.replica.run_keys import ended_key
 from helixrt.timeouts import Timeouts
 from helixrt.transport.monitor import client as monitor_client
@@ -39,6 +38,16 @@ from helixrt.transport.monitor.wire import State
 _DEPENDENT = 1 / 8  # of a membership beat: the period at which other processes of a replica are watched
 _WITHHELD_S = 0.02
 T = TypeVar("T")
+
+
+def newest_incarnations(members: Iterable[Member]) -> tuple[Member, ...]:
+    """One member per replica, in order of replica ids: a predecessor that still seems alive is dead."""
+    newest: dict[int, Member] = {}
+    for member in members:
+        known = newest.get(member.replica)
+        if known is None or member.incarnation > known.incarnation:
+            newest[member.replica] = member
+    return tuple(newest[replica] for replica in sorted(newest))
 
 
 class StoreMembership(Membership):

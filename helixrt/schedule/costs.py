@@ -90,6 +90,14 @@ class Costs:
     def chunks(self) -> int:
         return len(self.placement)
 
+    @property
+    def turn_ms(self) -> float:
+        """The longest forward and backward of a stage, all of its chunks together."""
+        times = [0.0] * self.stages
+        for chunk, stage in enumerate(self.placement):
+            times[stage] += self.forward[chunk] + self.backward[chunk]
+        return max(times)
+
     def link(self, source: int, target: int) -> Link:
         """The way from one stage to another."""
         return self.links.get((source, target), FREE)

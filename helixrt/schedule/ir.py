@@ -20,6 +20,8 @@ from helixrt.errors import HelixError
 class ScheduleError(HelixError):
     """A schedule that is incomplete or cannot finish; the message names the operations."""
 
+    comes_again = True
+
 
 class Op(StrEnum):
     """What is done to one micro-batch in one chunk."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from helixrt.collectives import gloo, group_lifecycle
 from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.ftar import FtarExchange
-from helixrt.collectives.rendezvous import StoreClients, StoreSilent, all_connected, meet
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent, agreed_secret, all_connected, forget_addresses, meet
 from helixrt.collectives.torchft_group import ProcessGroupHelix
 from helixrt.collectives.work import GroupError
 from helixrt.errors import Retryable
@@ -97,6 +97,7 @@ def test_a_process_group_has_one_deadline_for_all_its_steps(
     store_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint, limits = Hears(), list[float]()
+    monkeypatch.setenv("HELIXRT_SECRET", "which the other one has as well")
 
     def all_connected(store: Any, rank: int, size: int, deadline: Any, aborted: Any) -> None:
         limits.append(deadline.left_s if isinstance(deadline, Deadline) else deadline)
@@ -240,16 +241,17 @@ def test_members_connect_though_the_name_service_does_not_answer(
 
 
 class Asked:
-    """A client of a store that notes the keys that it is asked for."""
+    """A client of a store that notes the keys that it is asked for, and what it puts there."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self.store, self.keys = store, set[str]()
+    def __init__(self, store: dist.Store, put: list[bytes] | None = None) -> None:
+        self.store, self.keys, self.put = store, set[str](), [] if put is None else put
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.store, name)
 
         def noted(keys: Any, *arguments: Any) -> Any:
             self.keys |= set(keys) if isinstance(keys, list) else {keys}
+            self.put += arguments
             return call(keys, *arguments)
 
         return noted
@@ -275,6 +277,28 @@ def test_of_many_ranks_one_alone_looks_at_all_the_others(store_address: str) -> 
         assert met[rank].peers == {other: bytes([other]) * other for other in range(size) if other != rank}
     for rank in range(1, size):
         assert clients[rank].keys == {f"address/{rank}", "addresses", f"connected/{rank}", "all-connected"}
+
+
+def test_the_secret_that_ranks_agree_on_is_not_what_the_store_holds(store_address: str) -> None:
+    size, put = 4, list[bytes]()
+    stores = [StoreClients().at(f"{store_address}/secret", LIMIT_S) for _ in range(size)]
+
+    def one(rank: int) -> str:
+        asked = Asked(stores[rank], put)
+        return agreed_secret(asked, rank, size, Deadline(LIMIT_S), lambda: False)  # type: ignore[arg-type]
+
+    agreed = set[str]()
+    for _ in range(2):
+        with ThreadPoolExecutor(size) as pool:
+            told = set(pool.map(one, range(size)))
+        assert len(told) == 1
+        agreed |= told
+        forget_addresses(stores[0], 0)
+        assert not stores[0].check(["secrets"])
+    assert len(agreed) == 2 and len(put) == 2 * (size + 1), "one of each rank, and what rank 0 makes of them"
+    for secret in agreed:
+        assert all(bytes.fromhex(secret) not in value and secret.encode() not in value for value in put)
+    assert agreed_secret(stores[0], 0, 1, Deadline(LIMIT_S), lambda: False) not in agreed
 
 
 def test_what_a_group_leaves_in_the_store_does_not_grow_with_its_ranks(store_address: str) -> None:

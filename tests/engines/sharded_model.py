@@ -35,3 +35,17 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x, kind)
         return self.last(x * self.scale)
+
+
+class Reused(Model):
+    """A block that is used three times, as ALBERT's, and a parameter without dimensions, as CLIP's."""
+
+    def __init__(self, width: int = 7, kinds: int = 2, depth: int = 2) -> None:
+        super().__init__(width, kinds, depth)
+        self.gain = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor, kind: int) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        for block in (*self.blocks, self.blocks[0], self.blocks[0]):
+            x = block(x, kind) * self.gain.exp()
+        return self.last(x * self.scale)

@@ -25,11 +25,12 @@ from helixrt.engines.inner_group import InnerGroup, lost_rank
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
-from helixrt.engines.sharded import blocks, shard_model
+from helixrt.engines.sharded import blocks, is_sharded, shard_model
 from helixrt.errors import Fatal, MisuseError, Retryable
 from helixrt.replica.contracts import State
 from tests.engines.scenarios import answer, lost, raises, record, same_state, summed
-from tests.engines.sharded_model import INPUTS, Block, Model
+from tests.engines.schedule_free import ScheduleFree
+from tests.engines.sharded_model import INPUTS, Block, Model, Reused
 
 SEED, REPLICAS = 5, 2
 
@@ -37,13 +38,14 @@ SEED, REPLICAS = 5, 2
 class Trained:
     """A model with its optimizer, and the loss of a micro-batch; `kind_of(replica, rank, position)` picks the branch."""
 
+    MODEL: type[Model] = Model
     MAKE: Callable[[Any], torch.optim.Optimizer] = staticmethod(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1))
 
     def __init__(
         self, width: int, kinds: int, kind_of: Callable[[int, int, int], int], group: InnerGroup | None = None
     ) -> None:
         torch.manual_seed(1)
-        self.model, self.kind_of = Model(width, kinds), kind_of
+        self.model, self.kind_of = self.MODEL(width, kinds), kind_of
         if group is not None:
             shard_model(self.model, group, torch.float32)
         self.optimizer: torch.optim.Optimizer = self.MAKE(self.model.parameters())
@@ -74,7 +76,8 @@ class Replica(Trained):
             loss, weight = self.loss(self.replica, self.group.rank, position)
             assert not self.handed_out, "a bucket was handed out before the last micro-batch"
             self.engine.backward(loss, weight, last=number == accumulate - 1)
-        assert len(self.handed_out) == len(self.engine.buckets) - len(self.engine._book.tensors), "not within backward"
+        if self.MODEL is Model:
+            assert len(self.handed_out) == len(self.engine.buckets) - len(self.engine._book.tensors), "not within backward"
         return self.engine.end()
 
 
@@ -145,10 +148,20 @@ def trains_as_one_process(group: InnerGroup) -> None:
         assert all(torch.equal(norm, norms[0]) for norm in norms), "the norm must be equal on all ranks"
 
 
+def reused_blocks_and_scalars_train_as_one_process(group: InnerGroup) -> None:
+    Trained.MODEL = Reused
+    try:
+        trains_as_one_process(group)
+        loads_its_shard(group)
+    finally:
+        Trained.MODEL = Model
+
+
 def compare(plain: Trained, replica: Replica, when: str) -> None:
     whole = dict(plain.model.named_parameters())
     for name, parameter in replica.model.named_parameters():
-        torch.testing.assert_close(parameter.full_tensor(), whole[name].data, rtol=2e-5, atol=2e-6, msg=f"{when}: {name}")
+        found = parameter.full_tensor() if is_sharded(parameter) else parameter.data
+        torch.testing.assert_close(found, whole[name].data, rtol=2e-5, atol=2e-6, msg=f"{when}: {name}")
     buffers = dict(plain.model.named_buffers())
     for name, buffer in replica.model.named_buffers():
         torch.testing.assert_close(buffer, buffers[name], rtol=1e-5, atol=1e-6, msg=f"{when}: {name}")
@@ -164,7 +177,8 @@ def loads_its_shard(group: InnerGroup) -> None:
     state = donor.engine.state()
     parameters = sum(p.numel() for p in donor.model.parameters())
     mine = sum(tensor.numel() for name, tensor in state.tensors.items() if name.startswith("parameter/"))
-    assert mine < parameters and sum(int(n) for n in group.gather(torch.tensor([mine]))) == parameters
+    held = parameters + (group.size - 1) * (Trained.MODEL is Reused)  # each rank holds the scalar
+    assert mine < parameters and sum(int(n) for n in group.gather(torch.tensor([mine]))) == held
     copy = State({name: tensor.clone() for name, tensor in state.tensors.items()}, dict(state.scalars))
     fresh.engine.load(copy)
     same_state(state, fresh.engine.state())
@@ -225,6 +239,29 @@ def an_evaluation_changes_nothing(group: InnerGroup) -> None:
     same_state(evaluated.engine.state(), other.engine.state())
 
 
+def averaged_weights_are_evaluated_and_put_back(group: InnerGroup) -> None:
+    made, Trained.MAKE = Trained.MAKE, staticmethod(ScheduleFree)
+    try:
+        evaluated, other = (Replica(0, group, 5, 1, lambda *_: 0) for _ in range(2))
+        for step in (1, 2, 3):
+            losses = []
+            for replica in (evaluated, other):
+                replica.work(step, 1)
+                replica.engine.apply(record(step, (0,)), summed([replica.engine]))
+                for _ in range(2 if replica is evaluated else 0):
+                    with replica.engine.evaluating(), torch.no_grad():
+                        replica.model.eval()
+                        losses.append(float(replica.loss(0, group.rank, 77)[0]))
+            same_state(evaluated.engine.state(), other.engine.state())
+            other.model.eval()
+            with torch.no_grad():
+                trained = float(other.loss(0, group.rank, 77)[0])
+            other.model.train()
+            assert losses[0] == losses[1] != trained, (losses, trained)
+    finally:
+        Trained.MAKE = staticmethod(made)
+
+
 def what_cannot_be_trained_is_refused(group: InnerGroup) -> None:
     def engine(model: nn.Module, group: InnerGroup | None, **more: Any) -> ModuleEngine:
         return ModuleEngine(Registered.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)], **more), group=group)
@@ -253,6 +290,12 @@ def what_cannot_be_trained_is_refused(group: InnerGroup) -> None:
     with torch.no_grad():
         changed.model.blocks[0].never.weight.mul_(2.0)
     raises(MisuseError, "blocks.0.never.weight was changed in place", lambda: changed.work(1, 1))
+    twice = Replica(0, group, 5, 1, lambda *_: 0)
+    x = torch.ones(3, INPUTS, requires_grad=True)
+    twice.engine.begin(lambda bucket: None)
+    (slope,) = torch.autograd.grad(twice.model(x, 0).sum(), x, create_graph=True)
+    more = lambda: twice.engine.backward(slope.square().sum(), 1, last=True)  # noqa: E731
+    raises(MisuseError, "nor torch.autograd.grad through the model: with dp_shard", more)
     clipped = Replica(0, group, 5, 1, lambda *_: 0)
     clipped.engine.begin(lambda bucket: None)
     clipped.engine.backward(*clipped.loss(0, group.rank, 0), last=False)
@@ -331,9 +374,11 @@ def a_lost_rank_is_told(group: InnerGroup) -> None:
 SCENARIOS = [
     blocks_are_found,
     trains_as_one_process,
+    reused_blocks_and_scalars_train_as_one_process,
     loads_its_shard,
     other_optimizers_train_as_one_process,
     an_evaluation_changes_nothing,
+    averaged_weights_are_evaluated_and_put_back,
     what_cannot_be_trained_is_refused,
     own_fully_shard_and_bfloat16,
     a_lost_rank_is_told,

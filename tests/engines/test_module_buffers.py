@@ -169,10 +169,20 @@ def test_a_buffer_without_a_mode_is_found_in_its_first_step_when_it_changes_thro
     loops: Any, name: str, first: int
 ) -> None:
     """As code that keeps a codebook does (`self.embed.data.mul_(decay)`): it counts no version."""
-    model, engine = counting()
-    one_step(loops, model, engine)
+    made = [counting(replica=replica) for replica in (0, 1)]
     with pytest.raises(MisuseError, match=REFUSED.format(name)):
-        one_step(loops, model, engine, lambda: getattr(model, name).data[first:].add_(1))
+        for model, engine in made:
+            computed(model, engine, lambda model=model: getattr(model, name).data[first:].add_(1))
+        made[0][1].apply(loops.record(1, (0, 1)), loops.summed([engine for _, engine in made]))
+
+
+@pytest.mark.parametrize("name", ["large", "scratch", "constant"])
+def test_one_element_that_changes_on_one_rank_alone_is_left_to_digests(loops: Any, name: str) -> None:
+    made = [counting(replica=replica) for replica in (0, 1)]
+    for model, engine in made:
+        computed(model, engine, lambda model=model: getattr(model, name).data[-1:].add_(model is made[1][0]))
+    for _, engine in made:
+        engine.apply(loops.record(1, (0, 1)), loops.summed([engine for _, engine in made]))
 
 
 class OwnNorm(nn.Module):
@@ -212,11 +222,15 @@ def test_statistics_of_classes_derived_from_torchs_are_known_and_their_other_buf
         one_step(loops, model, ModuleEngine(Registered.of(model, optimizers)), lambda: model[1].calls.add_(1))
 
 
-def one_step(loops: Any, model: nn.Module, engine: ModuleEngine, change: Callable[[], Any] = lambda: None) -> None:
+def computed(model: nn.Module, engine: ModuleEngine, change: Callable[[], Any]) -> None:
     engine.begin(lambda bucket: None)
     engine.backward(model(torch.ones(4, 3)).sum(), last=True)
     change()
     engine.end()
+
+
+def one_step(loops: Any, model: nn.Module, engine: ModuleEngine, change: Callable[[], Any] = lambda: None) -> None:
+    computed(model, engine, change)
     engine.apply(loops.record(1), loops.summed([engine]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from dataclasses import replace
 from typing import Any
@@ -203,7 +204,7 @@ def test_losses_without_weight_are_averaged_and_weights_may_be_tensors(loops: An
         loss = sum(plain(x).square().sum() for x in xs) / total
         loss.backward()
         torch.testing.assert_close(model.weight.grad, plain.weight.grad)
-        torch.testing.assert_close(update.loss.float(), loss.detach())
+        assert update.loss == pytest.approx(float(loss.detach()), rel=1e-6)
         assert float(result.tokens) == total and update.weight == total
 
 
@@ -231,6 +232,54 @@ def test_a_parameter_without_gradient_at_any_contributor_has_none_at_the_update(
     for replica in replicas:
         replica.engine.apply(loops.record(1, (0, 1)), loops.summed([r.engine for r in replicas]))
     assert seen == [{f"{branch}.{kind}" for branch in used for kind in ("weight", "bias")}] * 2
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_scheduler_follows_the_agreed_loss_or_a_validation_in_the_update(loops: Any, held_out: bool) -> None:
+    """On two replicas, and on one that repeats the updates and begins with other weights."""
+    torch.manual_seed(0)  # numbers with which the training does not diverge
+    seen: list[list[float]] = [[], [], []]
+    x = torch.randn(6, 3)
+
+    def made(number: int) -> tuple[nn.Module, ModuleEngine]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        engine = ModuleEngine(Registered.of(model, [optimizer], [scheduler]), replica=number, replicas=2)
+
+        def update(record: Any) -> None:
+            optimizer.step()
+            if held_out:
+                model.eval()
+                with torch.no_grad():
+                    figure = float(model(x).square().mean())
+                model.train()
+            else:
+                figure = record.loss
+            seen[number].append(figure)
+            if record.applied:
+                scheduler.step(figure)
+
+        engine.set_update(update)
+        return model, engine
+
+    parts = [made(number) for number in range(3)]
+    for _, engine in parts[1:]:
+        engine.load(loops.copy_of(parts[0][1].state()))
+    for step in range(1, 7):
+        for number, (model, engine) in enumerate(parts[:2]):
+            engine.begin(lambda bucket: None)
+            engine.seed(step)
+            engine.backward(model(x * (step + number)).square().sum(), 2, last=True)
+            engine.end()
+        applied = step != 3
+        sums = loops.summed([engine for _, engine in parts[:2]]) if applied else None
+        updates = [engine.apply(loops.record(step, (0, 1), applied=applied), sums) for _, engine in parts]
+        assert all(loops.same(engine.state(), parts[0][1].state()) for _, engine in parts[1:])
+        if not held_out:
+            assert all(math.isnan(seen[n][-1]) if u is None else u.loss == seen[n][-1] for n, u in enumerate(updates))
+    assert [str(figures) for figures in seen] == [str(seen[0])] * 3
+    assert parts[0][1].registered.optimizers["0"].param_groups[0]["lr"] < 0.5
 
 
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])

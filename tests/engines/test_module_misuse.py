@@ -30,7 +30,7 @@ class Script:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.ema = torch.optim.swa_utils.AveragedModel(self.model)
         options = {"extra": {"ema": self.ema}, **registered}
-        self.engine = ModuleEngine(Registered.of(self.model, [self.optimizer], [self.scheduler], **options))
+        self.engine = ModuleEngine(Registered.of(self.model, self.optimizer, [self.scheduler], **options))
         self.steps = 0
 
     def begin(self) -> None:
@@ -327,6 +327,10 @@ def foreign_scheduler() -> ModuleEngine:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: registered(nn.Sequential(nn.Embedding(4, 2, sparse=True))), r"^0 is an embedding with sparse=True"),
+    "max_norm": (
+        lambda: registered(nn.Sequential(nn.EmbeddingBag(4, 2, max_norm=1.5))),
+        r"^0 is an embedding with max_norm=1.5: its forward changes its weight; leave max_norm out",
+    ),
     "lazy": (lambda: registered(nn.LazyLinear(2)), r"^weight has no shape yet"),
     "frozen": (lambda: registered(nn.Linear(2, 2).requires_grad_(False)), "no parameter that requires a gradient"),
     "complex": (lambda: registered(nn.Linear(2, 2, dtype=torch.complex64)), "^weight is of torch.complex64"),
@@ -349,7 +353,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "function": (lambda: registered(nn.Linear(2, 2), extra={"x": Odd(len)}), r"^extra/x/outer/\[1\] is of type builtin_fu"),
     "bytes": (lambda: registered(nn.Linear(2, 2), extra={"x": Odd({"y": b"1"})}), r"^extra/x/outer/\[1\]/y is of type bytes"),
     "key": (lambda: registered(nn.Linear(2, 2), extra={"x": Odd({(1, 2): 1})}), r"^extra/x/outer/\[1\] has the key \(1, 2\)"),
-    "metric": (lambda: plateau().begin(lambda bucket: None), r"ReduceLROnPlateau\) needs a metric"),
+    "metric": (lambda: plateau().begin(lambda bucket: None), r"ReduceLROnPlateau\) needs a metric: .*step\(record\.loss\)"),
     "left out": (
         lambda: (lambda m: registered(m, optimizer=torch.optim.SGD([m.weight])))(nn.Linear(2, 2)).begin(lambda bucket: None),
         "^bias requires a gradient and is in no registered optimizer",

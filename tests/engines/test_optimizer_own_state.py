@@ -11,6 +11,7 @@ from torch import nn
 
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.registered import Registered
+from helixrt.engines.update import Policy
 from helixrt.errors import Fatal, MisuseError
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import State
@@ -223,3 +224,110 @@ def test_a_number_that_is_not_known_and_stays_so_has_not_changed() -> None:
     script = Script(Best)
     for number in range(1, 4):
         script.step(number)
+
+
+class Averaging(torch.optim.SGD):
+    """Steps by an average that it keeps in an attribute; `kept`: in its state."""
+
+    def __init__(self, parameters: Any, kept: bool = False) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.average: dict[str, torch.Tensor] = {}
+        self.first, self.kept = [*self.param_groups[0]["params"]], kept
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (parameter, *_) = self.first
+        held = self.state[parameter] if self.kept else self.average
+        held["mean"] = 0.9 * held.get("mean", torch.zeros_like(parameter)) + parameter.grad
+        super().step()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_tensor_outside_the_state_is_told_once(kept: bool, caplog: pytest.LogCaptureFixture) -> None:
+    script = Script(lambda parameters: Averaging(parameters, kept))
+    for number in range(1, 5):
+        script.step(number)
+    told = [record.getMessage() for record in caplog.records if "keep it in state" in record.getMessage()]
+    assert len(told) == (not kept)
+    assert kept or told[0].startswith("optimizer 0: its step() changes the tensor Averaging.average, which state_dict()")
+
+
+class Derived(torch.optim.AdamW):
+    """As AdamW was when its groups lacked a key."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.step()
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["decoupled_weight_decay"] = True
+        super().step(closure)
+        del self.param_groups[0]["decoupled_weight_decay"]
+
+
+def test_a_key_that_the_groups_of_an_older_class_lack_keeps_its_present_value() -> None:
+    old, new = Script(Derived), Script(lambda parameters: torch.optim.AdamW(parameters, lr=0.1))
+    old.step(1)
+    new.engine.load(copied(old.engine.state()))
+    assert new.optimizer.param_groups[0]["decoupled_weight_decay"] is True
+    for script in (old, new):
+        script.step(2)
+    assert torch.equal(old.model.weight, new.model.weight)
+
+
+def test_the_state_of_another_class_is_refused() -> None:
+    old, new = Script(torch.optim.AdamW), Script(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    old.step(1)
+    with pytest.raises(Fatal, match="has AdamW as optimizer/0, and the script SGD; resume with AdamW"):
+        new.engine.load(copied(old.engine.state()))
+
+
+class OwnRate(torch.optim.SGD):
+    """Its learning rate comes from a function in its group."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0] |= {"lr": None, "of": lambda step: 0.1 / step, "number": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["number"] += 1
+        for parameter in group["params"]:
+            parameter.sub_(parameter.grad, alpha=group["of"](group["number"]))
+
+
+def test_a_group_may_have_functions_and_no_rate() -> None:
+    one, other = Script(OwnRate), Script(OwnRate)
+    one.step(1)
+    other.engine.load(copied(one.engine.state()))
+    for script in (one, other):
+        script.step(2)
+    same_state(one.engine.state(), other.engine.state())
+    with pytest.raises(MisuseError, match=r"optimizer 0 \(OwnRate\) has a group without lr, which lr_policy='sqrt'"):
+        ModuleEngine(Registered.of(one.model, [one.optimizer]), policy=Policy("sqrt"))
+
+
+class Wrapping(torch.Tensor):
+    """A tensor whose numbers are in another one, as those of quantized optimizers."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
+class Quantized(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["moment"] = Wrapping(parameter.detach())
+
+
+def test_state_in_tensors_that_stand_for_others_is_refused() -> None:
+    script = Script(Quantized)
+    script.step(1)
+    with pytest.raises(MisuseError, match="optimizer/0/state/weight/moment is a Wrapping, a tensor that stands for others"):
+        script.engine.state()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.registered import Registered
@@ -78,6 +79,11 @@ def a_copy_within_a_compiled_part() -> tuple[ModuleEngine, Callable[[], torch.Te
     return engine_of(net), lambda: compiled(net(x())).sum()
 
 
+def a_copy_behind_a_checkpoint() -> tuple[ModuleEngine, Callable[[], torch.Tensor]]:
+    net, other = Net(), nn.Linear(1, 1)
+    return engine_of(net), lambda: checkpoint(other, net(x()), use_reentrant=True).sum()
+
+
 def tensors_in_place_of_parameters() -> tuple[ModuleEngine, Callable[[], torch.Tensor]]:
     net = Net()
     engine = engine_of(net)
@@ -92,6 +98,7 @@ WRONG: dict[Callable[[], Any], str] = {
     a_teacher_that_is_not_frozen: r"of a module Net, .*freeze it with requires_grad_\(False\), or detach",
     a_parameter_of_no_module: r"an nn\.Parameter of shape \[2, 3\]",
     a_copy_within_a_compiled_part: r"parameter (_orig_mod\.)?(weight|bias) of a module",
+    a_copy_behind_a_checkpoint: "parameter (weight|bias) of a module Linear, which .* is not registered",
     tensors_in_place_of_parameters: "no registered parameter has a gradient after the first step",
 }
 
@@ -150,8 +157,6 @@ def test_a_batch_without_weight_may_use_nothing() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_models_are_not_refused(reentrant: bool) -> None:
-    from torch.utils.checkpoint import checkpoint
-
     net = Net()
     inputs = x().requires_grad_()
     work(engine_of(net), lambda: checkpoint(net, inputs, use_reentrant=reentrant).sum())

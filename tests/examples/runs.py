@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
+import torch
+from torch.utils.data import TensorDataset
+
+from helixrt.job.sampler import StreamSampler
 from helixrt.protocol.step.lineage import CommitRecord, audit
 from helixrt.record import Kind, read_events
 from tests import programs
@@ -34,6 +39,28 @@ def imported(script: Path) -> ModuleType:
     finally:
         sys.argv = arguments
     return module
+
+
+def dealt(items: TensorDataset, batch: int, seed: int) -> Callable[[int, int], list[torch.Tensor]]:
+    """The batch of replica r of two at a position of its stream, as `session.sampler` with `shuffle` and a loader with
+    `drop_last` give it."""
+    samplers = [StreamSampler(len(items), 2, replica, shuffle=True, seed=seed) for replica in range(2)]
+    count = len(samplers[0]) // batch
+
+    def batch_at(replica: int, position: int) -> list[torch.Tensor]:
+        samplers[replica].set_epoch(position // count)
+        first = batch * (position % count)
+        chosen = samplers[replica].order()[first : first + batch]
+        return [part[chosen] for part in items.tensors]
+
+    return batch_at
+
+
+def logged(folder: Path, name: str, what: str = "step") -> dict[int, float]:
+    """By step, the figure of this name that was logged last: of steps or validations."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    found = [line for line in lines if line["kind"] == "logged" and line["what"] == what]
+    return {line["step"]: line["values"][name] for line in found if name in line["values"]}
 
 
 def folder_of(root: Path) -> Path:

@@ -72,7 +72,7 @@ def test_a_replica_that_loses_a_rank_returns_whole(stage: int, tmp_path: Path, m
     check_killed_run(done, folder, STEPS, ACCUMULATE)
     check_ranks(folder, STEPS, ACCUMULATE, ("pp0", "pp0.dp1"))
     assert len(set(reported(folder))) == 1
-    assert len({r["state_sha256"] for r in json.loads((folder / "report.json").read_text())["replicas"]}) == 1
+    assert len({r["state_digest"] for r in json.loads((folder / "report.json").read_text())["replicas"]}) == 1
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["values"]["loss"] for line in logged if line["replica"] == 0}
     expected = losses_of_one_process(folder)

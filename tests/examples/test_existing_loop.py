@@ -7,8 +7,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -57,14 +58,16 @@ def torchrun(folder: Path, replica: int, told: dict[str, str], ranks: int, *scri
         return programs.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=mine)
 
 
-def run_under_torchrun(folder: Path, *script: object, ranks: int = 1, options: Sequence[str] = ()) -> tuple[str, str]:
-    """Two replicas of so many ranks, each under a torchrun. All must end well. `options`: of the server. Gives what the server
-    and the replicas have said."""
+def run_under_torchrun(
+    folder: Path, *script: object, ranks: int = 1, options: Sequence[str] = (), more: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, str]:
+    """Two replicas of so many ranks, each under a torchrun. All must end well. `options`: of the server, `more`: variables of
+    the replicas. Gives what the server and the replicas have said."""
     serve = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", "2", "--storage", str(folder), *options]
     server = programs.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     replicas: list[subprocess.Popen[str]] = []
     try:
-        told = variables(server)
+        told = {**variables(server), **more}
         replicas += [torchrun(folder, replica, told, ranks, *script) for replica in range(2)]
         deadline = time.monotonic() + LIMIT_S
         while server.poll() is None and not any(replica.poll() for replica in replicas):
@@ -93,3 +96,22 @@ def test_a_replica_that_torchrun_starts_again_rejoins(tmp_path: Path) -> None:
     said, logs = run_under_torchrun(tmp_path, Path(__file__).with_name("torchrun_killed.py"), STEPS, tmp_path)
     check_loop(tmp_path, said, logs)
     assert (tmp_path / "latest" / "secret").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.system
+def test_what_cannot_be_imported_is_not_started_again_by_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import helixrt\ndef train(session): import no_such_module\nhelixrt.run(train, storage='runs')\n")
+    serve = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", "1", "--storage", str(tmp_path)]
+    server = programs.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    try:
+        replica = torchrun(tmp_path, 0, variables(server), 1, script)
+        said, _ = server.communicate(timeout=120)
+        assert replica.wait(120) != 0 and server.returncode == 1, said
+    finally:
+        for process in (server, replica):
+            process.terminate()
+            process.wait(60)
+    log = (tmp_path / "torchrun0.log").read_text()
+    assert log.count("Fatal: not started again by torchrun, since this would come again: ModuleNotFoundError") == 2, log
+    assert "cannot be reached" not in log, log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ from helixrt.job.sampler import StreamSampler
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import Kind, read_events
 from tests.examples.runs import KILLED, ROOT, check_ranks, check_rejoined, imported, run
-from tests.job.lineage_oracle import reported
+from tests.job.lineage_oracle import digest_of_ranks, reported
 
 EXAMPLE = ROOT / "examples" / "hsdp.py"
 SEED, REPLICAS, ROWS = 1, 2, 4
@@ -78,17 +77,11 @@ class OneProcess:
             for parameter, parts in zip(self.parameters, self.shards, strict=True):
                 parameter.copy_(torch.cat(list(parts)))
 
-    def sha256(self) -> str:
+    def digest(self) -> str:
         """As the report gives it for a replica of several ranks."""
         names = [name for name, _ in self.model.named_parameters()]
-        found = []
-        for r in range(self.ranks):
-            digest = hashlib.sha256()
-            for name, parts in sorted(zip(names, self.shards, strict=True)):
-                raw = parts[r].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                digest.update(f"parameter/{name}".encode() + raw)
-            found.append(digest.hexdigest())
-        return hashlib.sha256("".join(found).encode()).hexdigest()
+        held = [{name: parts[r] for name, parts in zip(names, self.shards, strict=True)} for r in range(self.ranks)]
+        return digest_of_ranks(held)
 
 
 def test_the_example_is_short() -> None:
@@ -118,12 +111,12 @@ def test_a_replica_that_loses_a_rank_returns_whole_and_the_result_is_that_of_one
 
     final = reported(folder)
     assert final[0] == final[1]
-    assert len({r["state_sha256"] for r in json.loads((folder / "report.json").read_text())["replicas"]}) == 1
+    assert len({r["state_digest"] for r in json.loads((folder / "report.json").read_text())["replicas"]}) == 1
     if ranks == 2:  # the order in which Gloo adds up more than two ranks is its own
         oracle = OneProcess(module, ranks)
         for before, record in zip(records, records[1:], strict=False):
             oracle.step(before, record)
-        assert final[0] == oracle.sha256()
+        assert final[0] == oracle.digest()
 
 
 def fetched_bytes(flight: Path) -> list[int]:

@@ -18,7 +18,7 @@ from helixrt.job.sampler import StreamSampler
 from helixrt.protocol.step.lineage import CommitRecord
 from tests.examples.matrix import BATCH, CASES, Case, data, summed
 from tests.examples.runs import KILLED, check_killed_run, folder_of, run
-from tests.job.lineage_oracle import follow, ftar_sum, parameters_sha256, reported
+from tests.job.lineage_oracle import follow, ftar_sum, parameters_digest, reported
 
 SCRIPT = Path(__file__).with_name("matrix.py")
 SEED = 1  # of killed.py
@@ -51,7 +51,7 @@ def check(name: str, steps: int, root: Path) -> None:
     done = run(KILLED, steps, root, SCRIPT, name, case.replicas)
     records = check_killed_run(done, folder_of(root), steps, case.accumulate, case.replicas)
     torch.set_num_threads(1)
-    expected = parameters_sha256(in_one_process(records, case))
+    expected = parameters_digest(in_one_process(records, case))
     assert reported(folder_of(root)) == [expected] * case.replicas
 
 

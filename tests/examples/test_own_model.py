@@ -17,7 +17,7 @@ from helixrt.engines.random_state import set_random_state
 from helixrt.job.sampler import StreamSampler
 from tests.examples.runs import KILLED, ROOT, check_killed_run, check_ranks, folder_of, imported, run
 from tests.job.drawn import Divided, Drawn, nowhere, over_positions
-from tests.job.lineage_oracle import chain, follow, parameters_sha256, reported
+from tests.job.lineage_oracle import chain, follow, parameters_digest, reported
 
 EXAMPLE = ROOT / "examples" / "own_model.py"
 STEPS, SEED, MICROBATCHES = 50, 1, 4
@@ -103,7 +103,7 @@ def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(membersh
     done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, 1, membership)
     folder = folder_of(tmp_path)
     check_killed_run(done, folder, STEPS)
-    expected = parameters_sha256(one_process(folder)[0])
+    expected = parameters_digest(one_process(folder)[0])
     assert reported(folder) == [expected, expected]
 
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -67,6 +67,14 @@ def drain(session: helixrt.Session, done: Committed) -> None:
             time.sleep(3.0)
 
 
+def await_request(session: helixrt.Session, replica: int) -> None:
+    store = session._host._runtime.context.store  # type: ignore[attr-defined]
+    with session.busy("waiting until the run's store has the request", 60.0):
+        while store.get(leave_key(replica, 0)) is None:
+            time.sleep(0.02)
+        time.sleep(2 * ASK_S)  # the next quorum reads it
+
+
 def train(session: helixrt.Session) -> None:
     if CASE == "other weights" and session.replica == 1:
         torch.manual_seed(99)
@@ -92,7 +100,7 @@ def train(session: helixrt.Session) -> None:
     sampler = session.sampler(items, shuffle=True)
     workers = 2 if CASE == "sound" else 0
     loader = torch.utils.data.DataLoader(items, batch_size=4, sampler=sampler, num_workers=workers)
-    session.evaluate(lambda: {"squares": sum((p * p).sum() for p in model.parameters())}, every=5)
+    session.evaluate(lambda: {"squares": sum((p * p).sum() for p in model.parameters())}, every=5, at_start=True)
     for step in session.steps(loader, until=STEPS, accumulate=ACCUMULATE):
         for x, y in step:
             carry.total = carry.total + x.double().sum()
@@ -117,16 +125,13 @@ def train(session: helixrt.Session) -> None:
                     time.sleep(0.02)
             (FOLDER / "interrupted").touch()
             os.kill(os.getppid(), signal.SIGTERM)
+            await_request(session, 0)
         if CASE == "stop" and session.replica == 1 and done.step == 4:
             session.stop("the loss is low enough")
         if CASE == "sigterm" and session.replica == 1 and done.step == 3 and not (FOLDER / "asked").exists():
             (FOLDER / "asked").touch()
             os.kill(os.getpid(), signal.SIGTERM)
-            store = session._host._runtime.context.store  # type: ignore[attr-defined]
-            with session.busy("waiting until the run's store has the request", 60.0):
-                while store.get(leave_key(1, 0)) is None:
-                    time.sleep(0.02)
-                time.sleep(2 * ASK_S)  # the next quorum reads it
+            await_request(session, 1)
         if CASE == "drain" and session.replica == 0:
             drain(session, done)
     (FOLDER / f"carry{session.replica}").write_text(repr(float(carry.total)))

@@ -66,7 +66,7 @@ class CommittingWorker:
         sums = [bucket.clone() for bucket in self.engine.buckets] if applied else None
         update = self.engine.apply(self.head, sums)
         if self.plan.evaluate_every and order.step % self.plan.evaluate_every == 0:
-            self.plan.evaluate(Evaluate(order.step, 0, self.head.hash, 0, (0,)))
+            self.plan.evaluate(Evaluate(order.step, self.head.hash, 0, (0,)))
         return Done(self.head, update, self.result, 0.25)
 
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from helixrt.job.batch_digest import PART_BYTES, WHOLE_BYTES, batch_digest, together
+from helixrt.job.stream import Stream, StreamSettings
+from helixrt.protocol.step.batches import PARTIAL
+from helixrt.replica.store import MemoryRunStore
 from tests.job.session_world import batches, ready, summed
 
 Pair = namedtuple("Pair", "x y")
@@ -20,6 +23,15 @@ Pair = namedtuple("Pair", "x y")
 class Sample:
     x: torch.Tensor
     label: int
+
+
+@dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+
+
+class Graph:
+    """Of a library that helixrt does not know."""
 
 
 def tokens(fill: int = 0) -> torch.Tensor:
@@ -35,6 +47,7 @@ CHANGES: dict[str, tuple[Any, Any]] = {
     "in a mapping of its own": (UserDict(a=tokens()), UserDict(a=tokens(1))),
     "in a named tuple": (Pair(tokens(), 1), Pair(tokens(), 2)),
     "in a data class": (Sample(tokens(), 1), Sample(tokens(), 2)),
+    "in a data class with slots": (Slots(tokens()), Slots(tokens(1))),
     "a text": (["one"], ["two"]),
     "an array": (np.arange(5.0), np.arange(5.0) + 1),
     "half precision": (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)),
@@ -47,7 +60,7 @@ CHANGES: dict[str, tuple[Any, Any]] = {
 def test_equal_content_gives_equal_digests_and_any_change_another(change: str) -> None:
     first, second = CHANGES[change]
     assert batch_digest(first) == batch_digest(first) != batch_digest(second)
-    assert 0 < batch_digest(first) < 1 << 63
+    assert 0 < batch_digest(first) < PARTIAL
 
 
 def test_the_layout_in_memory_does_not_count() -> None:
@@ -66,9 +79,37 @@ def test_of_large_tensors_parts_are_looked_at_from_end_to_end() -> None:
     assert batch_digest(large) != before
 
 
-@pytest.mark.parametrize("batch", [object(), [], {"a": object()}, [object()], torch.zeros(2).to_sparse(), np.array([{}])])
-def test_of_what_cannot_be_read_nothing_is_known(batch: Any) -> None:
-    assert batch_digest(batch) == 0 < batch_digest([batch, 1])
+@pytest.mark.parametrize(
+    ("batch", "kind"),
+    [
+        (Graph(), f"{__name__}.Graph"),
+        ({"a": [Graph()]}, f"{__name__}.Graph"),
+        (torch.zeros(2).to_sparse(), "torch.Tensor (torch.sparse_coo, torch.float32)"),
+        (np.array([{}]), "numpy.ndarray"),
+        ({1}, "builtins.set"),
+    ],
+    ids=["object", "object inside", "sparse", "array of objects", "set"],
+)
+def test_of_what_cannot_be_read_nothing_is_known_but_its_kind(batch: Any, kind: str) -> None:
+    told: list[str] = []
+    assert batch_digest(batch, told.append) == 0
+    one, other = (batch_digest([batch, number], told.append) for number in (1, 2))
+    assert one != other and one & PARTIAL == other & PARTIAL == PARTIAL == together([one, 1]) & PARTIAL
+    assert told == [kind] * 3 and not batch_digest([1]) & PARTIAL
+
+
+def test_of_batches_that_hold_nothing_nothing_is_known() -> None:
+    assert batch_digest([]) == 0
+
+
+@pytest.mark.parametrize(("batch", "what"), [(Graph(), "nor between"), ((tokens(), Graph()), "and between the ranks")])
+def test_one_line_of_a_run_tells_of_batches_that_are_not_compared(batch: Any, what: str) -> None:
+    store, said = MemoryRunStore(), list[str]()
+    for stream in (Stream([batch] * 4, StreamSettings(replica), store, said.append) for replica in (0, 1)):
+        for position in range(6):
+            list(stream.take(position))
+    (line,) = said
+    assert line.startswith(f"a batch holds {__name__}.Graph, whose content") and f"not compared between streams, {what}" in line
 
 
 def test_batches_count_in_their_order_and_one_that_is_not_known_makes_all_so() -> None:
@@ -77,6 +118,7 @@ def test_batches_count_in_their_order_and_one_that_is_not_known_makes_all_so() -
     assert together([one, 0]) == 0 == together([0, two])
     late = torch.tensor(one), torch.tensor(two)
     assert int(together(late)) == together([one, two]) == int(together([one, late[1]])), "a device's arithmetic gives the same"
+    assert int(together([late[0] | PARTIAL, two])) == together([one | PARTIAL, two]) >= PARTIAL
 
 
 def test_the_digest_of_a_step_is_known_before_the_work_on_its_last_batch() -> None:

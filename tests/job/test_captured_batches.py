@@ -6,9 +6,8 @@ The stages of a test are threads, as in `test_captured`; what they are compared 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,15 +15,17 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import helixrt
+from helixrt.compile.kept_graphs import WITHIN, KeptGraphs
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.whole_model import WholeModel
 from helixrt.engines.captured import CapturedModel
 from helixrt.engines.captured_engine import CapturedEngine
 from helixrt.engines.registered import Registered
-from helixrt.engines.shape_graphs import ShapeGraphs
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
+from helixrt.passes.errors import CaptureError
+from helixrt.passes.guards_private import Guards
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.record import FlightRecord
 from tests.job.session_world import session_with
@@ -96,27 +97,62 @@ def batch_of(length: int) -> Batch:
     return Batch(args, named, target, MICROBATCHES)
 
 
-def test_the_graphs_of_the_shapes_used_last_are_kept() -> None:
-    made: list[str] = []
+def test_the_graphs_used_last_are_kept() -> None:
+    kept: KeptGraphs[str] = KeptGraphs(2)
+    made = []
+    for length in (3, 2, 3, 2, 2, 4, 2, 5, 2, 4):  # 3 and then 4 were used longest ago
+        key = tuple(batch_of(length).kinds().items())
+        if kept.find(key) is None:
+            kept.make_room("FILE:1")
+            assert len(kept) < 2
+            kept.keep(key, f"for {length}", None)
+            made.append(length)
+        assert kept.find(key) == f"for {length}"
+    assert made == [3, 2, 4, 5, 4] and kept.dropped == 3
 
-    def make(batch: Batch) -> str:
-        made.append(batch.kinds()["target"])
-        return made[-1]
 
-    kept = ShapeGraphs(2, make)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for length in (3, 2, 3, 2, 2):
-            assert kept.of(batch_of(length)) == f"torch.float64[2, {length}, 2]"
-    assert kept.made == 2 == len(made)
-    with pytest.warns(UserWarning, match=r"more than shapes=2 shapes.*pad batches to a few lengths") as told:
-        for length in (4, 2, 5):  # 3 and then 4 were used longest ago
-            kept.of(batch_of(length))
-    assert len(told) == 1 and kept.made == 4 and len(kept) == 2
-    kept.of(batch_of(2))
-    assert kept.made == 4
-    kept.of(batch_of(4))
-    assert kept.made == 5
+class Value:
+    """Stands for guards: of one value."""
+
+    in_model = False
+
+    def __init__(self, now: list[int]) -> None:
+        self.now, self.then = now, now[0]
+
+    def changed(self) -> str:
+        return "" if self.now[0] == self.then else "the value"
+
+
+def test_a_value_has_graphs_of_its_own_and_is_refused_when_it_changes_too_often() -> None:
+    kept: KeptGraphs[int] = KeptGraphs(8)
+    now = [0]
+
+    def graphs() -> int:
+        found = kept.find("key")
+        if found is None:
+            kept.make_room("FILE:1")
+            kept.keep("key", found := now[0], cast(Guards, Value(now)))
+        return found
+
+    for value in (0, 1, 0, 1, 2, 1, 0, 2):
+        now[0] = value
+        assert graphs() == value, "those of the value of now"
+    assert len(kept) == 3
+    now[0] = 3
+    with pytest.raises(CaptureError, match="FILE:1.*the value is no tensor, and it has changed for the third time"):
+        graphs()
+    for _ in range(WITHIN):
+        now[0] = 1
+        graphs()
+    now[0] = 3
+    assert graphs() == 3, "a value that changes now and then is followed"
+
+
+def test_strides_have_graphs_of_their_own() -> None:
+    """Some operators take in a tensor as it lies."""
+    x = torch.zeros(4, 6)
+    kinds = [Batch((each,), {}, None, 2).kinds()["argument 0"] for each in (x, x.clone(), torch.zeros(6, 4).T)]
+    assert kinds == ["torch.float32[2, 6]"] * 2 + ["torch.float32[2, 6] with strides [1, 4]"]
 
 
 def test_with_one_kept_shape_graphs_are_made_again_and_the_result_is_the_same() -> None:

@@ -118,7 +118,7 @@ class World:
 
     def poll(self) -> None:
         self.now_s += 0.1
-        self.controller._round()
+        self.controller._round(self.launcher.poll())
 
     def step(self, number: int) -> None:
         choice, rest = number % 12, number // 12

@@ -14,8 +14,8 @@ from helixrt.emulate.step_node import Violation
 from helixrt.emulate.step_world import StepWorld
 from helixrt.errors import ConfigError, StartAgain
 from helixrt.job import checkpoint as checkpoints
-from helixrt.job.compaction import Compaction, durable_index, history_of
-from helixrt.job.lineage_files import LineageWriter, drop_from, forget_before, read_log
+from helixrt.job.compaction import Compaction, history_of
+from helixrt.job.lineage_files import LineageWriter, drop_from, forget_before, read_log, with_history
 from helixrt.protocol.step.lineage import Behind, CommitRecord, Log, audit, genesis
 from helixrt.replica.runlog import LOOK_S, RunLog
 from helixrt.replica.store import MemoryRunStore
@@ -92,7 +92,7 @@ def test_what_is_behind_a_checkpoint_is_deleted_and_the_run_goes_on(tmp_path: Pa
     store, source = MemoryRunStore(), drawn_log(2, 400)
     saves = [next(i for i in range(at, 400) if source.on_chain(source.entries[i].hash)) for at in (150, 250, 350)]
     runlog = RunLog(store)
-    compaction = Compaction(runlog, tmp_path, REPLICAS, kept=20, history=50)
+    compaction = Compaction(runlog, tmp_path, REPLICAS, kept=20, history=200)
     compaction.restore(Log(source.entries[:1]))
     driver = Log(source.entries[:1])
     lineage = LineageWriter(tmp_path / "lineage", gather_s=0.0)
@@ -112,11 +112,16 @@ def test_what_is_behind_a_checkpoint_is_deleted_and_the_run_goes_on(tmp_path: Pa
             assert runlog.begin == 0 and driver.behind.begin == 0, "no checkpoint, nothing is deleted"
     lineage.close()
     chain = source.chain()
-    durable = durable_index(driver, tmp_path / "checkpoints")
-    assert 0 < driver.behind.begin <= runlog.begin <= durable
+    assert 0 < driver.behind.begin <= runlog.begin <= saves[-1]
+    assert len(driver.entries) <= 65 < 200 <= len(read_log(tmp_path / "lineage").entries), "the history is on disk alone"
     assert audit(driver.chain(), 1, driver.behind.audit) == audit(chain, 1)
     resumed = read_log(tmp_path / "lineage")
-    assert (len(resumed), resumed.head, resumed.behind) == (len(source), source.head, driver.behind)
+    assert (len(resumed), resumed.head) == (len(source), source.head) and 0 < resumed.behind.begin <= driver.behind.begin
+    whole = with_history(driver, tmp_path / "lineage")
+    assert (whole.entries, whole.behind) == (resumed.entries, resumed.behind), "what the report reads"
+    assert whole.entries == source.entries[whole.behind.begin :]
+    assert audit(whole.chain(), 1, whole.behind.audit) == audit(chain, 1)
+    assert whole.behind.superseded + len(whole.superseded()) == len(source.superseded())
     assert len(list((tmp_path / "lineage").glob("0*.json"))) < 400
     # a new life: the store gets what ranks need, and ends where the folder does
     drop_from(tmp_path / "lineage", len(resumed))

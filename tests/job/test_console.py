@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import io
 import os
 import re
 import subprocess
@@ -75,6 +76,16 @@ def test_all_lines_are_written_in_their_order_behind_what_others_have_printed(pi
     console.close()
     console.write("behind the end\n")
     assert pipe.lines() == ["before", *map(str, range(5_000)), "behind the end"]
+
+
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    raw = io.BytesIO()
+    with open(tmp_path / "shown", "w", encoding="ascii") as file, io.TextIOWrapper(raw, encoding="ascii") as notebook:
+        for stream in (file, notebook):
+            console = Console(stream)
+            console.write("Verlust \u00e4 0.5\n")
+            console.close(LIMIT_S)
+        assert (tmp_path / "shown").read_bytes() == raw.getvalue() == b"Verlust \\xe4 0.5\n"
 
 
 def test_a_console_that_takes_nothing_again_has_the_newest_lines_and_says_how_many_are_missing(pipe: Pipe) -> None:

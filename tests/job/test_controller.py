@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -11,17 +12,19 @@ import pytest
 from helixrt.errors import Cause, Retryable
 from helixrt.job.controller import Controller, Happening, Terminated
 from helixrt.job.draining import DrainAsked
-from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, Options, Phase, ReplicaState, RunState, StopRun
+from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, RETRY_EXIT, Options, Phase, ReplicaState, RunState, StopRun
 from helixrt.job.step_rules import skipped_positions
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.progress import ProgressReport, ThreadReport
 from helixrt.replica.run_keys import (
     EXIT_KEY,
+    cause_key,
     done_key,
     ended_key,
     leave_key,
     poison_key,
     progress_key,
+    ready_key,
     running_key,
     working_key,
 )
@@ -37,7 +40,10 @@ class ListedLauncher(Launcher):
         self.starts: list[tuple[str, int]] = []
         self.unreported: list[RankExit] = []
         self.without_resources: set[int] = set()
-        self.closed = False
+        self.closed = self.none_starts = False
+
+    def leaving(self) -> None:
+        self.none_starts = True
 
     def start(self, spec: RankSpec) -> None:
         assert spec.coordinate not in self.alive
@@ -133,6 +139,24 @@ def test_a_run_without_trouble_lets_the_ranks_go_when_all_are_done() -> None:
     assert [e.at_s for e in world.controller.history] == sorted(e.at_s for e in world.controller.history)
 
 
+def test_a_rank_that_fails_because_of_another_one_is_told_with_that_ones_error() -> None:
+    world = World()
+    reason = "ValueError: a bad record at r1.pp1"
+    cause = json.dumps({"code": FATAL_EXIT, "reason": reason, "error": "1a"})
+    world.run(
+        lambda: (world.running(0), world.running(1)),
+        lambda: (world.store.put_if_absent(cause_key(1, 0), cause), world.launcher.end(1, 0, RETRY_EXIT, "stage 1 is gone")),
+        None,
+        None,
+        lambda: (world.running(1, 1), world.finish(0)),
+        lambda: world.finish(1),
+        None,
+        world.exit_all,
+    )
+    (lost,) = [e for e in world.controller.history if e.kind is Happening.LOST]
+    assert lost.why == reason and world.controller.state.replicas[1].error == "1a"
+
+
 def test_a_killed_rank_takes_its_replica_down_and_a_new_incarnation_comes() -> None:
     world = World()
     world.run(
@@ -177,8 +201,29 @@ def test_of_exits_seen_together_the_likeliest_root_cause_is_named() -> None:
         lambda: (world.launcher.end(0, 0, 1, "peer reset"), world.launcher.end(0, 1, FATAL_EXIT, "loss is NaN at r0.pp1")),
         lambda: world.launcher.end(1, 0, 1, "no peers"),
     )
-    assert outcome == StopRun(False, "1 failure within 3600 s (restarts=0): loss is NaN at r0.pp1")
+    assert outcome == StopRun(False, "1 failure without a commit (restarts=0): loss is NaN at r0.pp1")
     assert world.launcher.closed and not world.launcher.alive and EXIT_KEY not in world.store.values
+
+
+def test_a_rank_that_fails_behind_the_loop_has_the_run_fail_with_the_root_cause() -> None:
+    world = World()
+    outcome = world.run(
+        lambda: (world.finish(0), world.finish(1)),
+        lambda: (world.launcher.end(0, 0, 75, "a peer is gone"), world.launcher.end(0, 1, FATAL_EXIT, "cannot write")),
+        world.exit_all,
+    )
+    assert outcome == StopRun(False, "after the last step, cannot write")
+    assert world.told[-2:] == ["failed 0.0", "failed 0.0"]
+
+
+def test_a_replica_that_is_given_up_is_not_waited_for_by_the_first_quorum() -> None:
+    world = World(max_restarts=0)
+    world.run(
+        lambda: world.launcher.end(0, 0, 1),
+        None,
+        lambda: ready_key(0) in world.store.values or pytest.fail("the others wait for it"),
+        lambda: world.finish(1),
+    )
 
 
 def test_ranks_that_stay_after_success_are_ended_after_the_grace() -> None:
@@ -269,16 +314,99 @@ def test_a_rank_that_has_ended_in_good_order_is_known_to_be_done_however_seldom_
     assert not any(line.startswith("lost") for line in world.told)
 
 
-@pytest.mark.parametrize(("number", "raises"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
-def test_a_signal_ends_every_rank_and_is_raised_again(number: signal.Signals, raises: type[BaseException]) -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    world = World()
-    with pytest.raises(raises) as raised:
-        world.run(None, lambda: os.kill(os.getpid(), number))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def send(number: signal.Signals = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def leaves(world: World, replica: int, after_s: float = 0.0, why: str = "SIGTERM to the driver") -> None:
+    """It was asked to, and does, after a checkpoint."""
+    assert world.store.values[leave_key(replica, 0)] == why and replica in alive(world)
+    world.now += after_s
+    for pp in (0, 1):
+        world.launcher.end(replica, pp, LEFT_EXIT, "left")
+
+
+def alive(world: World) -> set[int]:
+    return {coordinate.replica for coordinate in world.launcher.alive}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_every_rank_and_is_raised_again(number: signal.Signals) -> None:
+    before, world = [signal.getsignal(each) for each in SIGNALS], World()
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Terminated) as raised:
+        world.run(None, lambda: send(number))
     assert world.launcher.closed and not world.launcher.alive
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    if isinstance(raised.value, SystemExit):
-        assert raised.value.code == 143
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    assert not isinstance(raised.value, SystemExit) or raised.value.code == 128 + number
+
+
+def test_after_a_signal_the_replicas_that_run_leave_within_the_grace() -> None:
+    world = World()
+    both_run = lambda: (world.running(0), world.running(1))  # noqa: E731
+    with pytest.raises(Terminated):
+        world.run(both_run, send, None, lambda: leaves(world, 1), None, lambda: leaves(world, 0, 20.0))
+    assert world.told[-5:-1] == ["left 1.0", "drained 1.0", "left 0.0", "drained 0.0"]
+    assert world.controller.asked_by == "SIGTERM"
+    slow = World()
+    with pytest.raises(Terminated):
+        slow.run(lambda: slow.running(0), send, None, lambda: setattr(slow, "now", 26.0))
+    assert slow.launcher.closed and not slow.launcher.alive and slow.controller.asked_by == "SIGTERM"
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    world = World()
+    with pytest.raises(KeyboardInterrupt):
+        world.run(lambda: world.running(0), send, None, lambda: send(signal.SIGINT))
+    assert world.now < 1.0 and world.launcher.closed and world.controller.at_once
+
+
+def test_a_closed_terminal_that_sends_sighup_twice_leaves_the_replicas_their_time() -> None:
+    world = World()
+    with pytest.raises(Terminated):
+        again = [lambda: send(signal.SIGHUP)] * 2
+        world.run(lambda: world.running(0), *again, lambda: leaves(world, 0, why="SIGHUP to the driver"))
+    assert "left 0.0" in world.told and not world.controller.at_once
+
+
+def test_a_signal_to_the_process_that_has_the_ranks_is_one_to_the_driver() -> None:
+    world = World()
+
+    def told() -> None:
+        world.launcher.told_to_end = True
+
+    with pytest.raises(Terminated) as raised:
+        world.run(lambda: world.running(0), told, lambda: leaves(world, 0, why="SIGTERM to the keeper of the run"))
+    assert raised.value.code == 143 and world.launcher.none_starts and world.launcher.closed
+
+
+def test_ranks_that_outlive_the_driver_may_leave_after_its_grace() -> None:
+    world = World()
+    world.launcher.outlives_driver = True
+    with pytest.raises(Terminated):
+        world.run(lambda: world.running(0), send)
+    assert world.controller.lets_leave and world.launcher.none_starts and not world.launcher.closed
+
+
+def test_the_users_own_handler_is_called_and_ignored_signals_are_ignored() -> None:
+    world, called = World(), list[int]()
+
+    def own(number: int, frame: object) -> None:
+        called.append(number)
+        raise SystemExit(7)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        signal.signal(signal.SIGTERM, own)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with pytest.raises(SystemExit) as raised:
+            world.run(lambda: send(signal.SIGHUP), lambda: world.running(0), lambda: called.append(0), send)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert called == [0, signal.SIGTERM] and raised.value.code == 7 and not world.launcher.alive
 
 
 def test_an_error_of_the_drivers_tick_ends_every_rank() -> None:

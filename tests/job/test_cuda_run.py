@@ -20,7 +20,7 @@ from helixrt.job.sampler import StreamSampler
 from helixrt.job.warm_up import PROGRAM, rank_environment
 from tests.examples.runs import KILLED, check_killed_run, folder_of, run
 from tests.job import cuda_script
-from tests.job.lineage_oracle import chain, follow, parameters_sha256, reported
+from tests.job.lineage_oracle import chain, follow, parameters_digest, reported
 
 SCRIPT = Path(cuda_script.__file__)
 STEPS = 30
@@ -57,7 +57,7 @@ def one_process(folder: Path, device: str, dtype: torch.dtype, case: str) -> nn.
 
 def check_parameters(folder: Path, model: nn.Module) -> None:
     """Both replicas have ended with the model's parameters, bit for bit. What differs is looked for in the last checkpoint."""
-    expected, found = parameters_sha256(model), reported(folder)
+    expected, found = parameters_digest(model), reported(folder)
     if found == [expected, expected]:
         return
     saved = newest_complete(folder / "checkpoints")

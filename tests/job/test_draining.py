@@ -53,7 +53,7 @@ def test_a_replica_that_leaves_is_not_killed_costs_no_budget_and_is_started_agai
     state, made = decide(state, Tick(), 10.0, OPTIONS)  # far more than gone_s: its other rank completes a checkpoint
     assert made == ()
     state, made = decide(state, left(1, 1), 11.0, OPTIONS)
-    assert made == (StartReplica(1, 1),) and state.replicas[1].failures == ()
+    assert made == (StartReplica(1, 1),) and state.replicas[1].failures == 0
 
 
 def test_a_rank_that_does_not_end_is_killed_after_leave_s() -> None:

@@ -15,7 +15,7 @@ import torch
 
 import helixrt
 from helixrt.commands import serve
-from helixrt.errors import ConfigError, Departed, Fatal, MisuseError, Retryable, StartAgain
+from helixrt.errors import ConfigError, Fatal, MisuseError, Retryable
 from helixrt.job import environment, init
 from helixrt.job.claims import Claim, claim
 from helixrt.job.config import (
@@ -35,8 +35,7 @@ from helixrt.job.launch import RunOptions
 from helixrt.job.mesh import Mesh
 from helixrt.job.placement import device_of
 from helixrt.job.places import coordinates
-from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
-from helixrt.job.rank import RETRY_CODE
+from helixrt.job.policies import RELOAD_EXIT
 from helixrt.job.served import ServedDriver, fingerprint
 from helixrt.job.served_options import check_as_served
 from helixrt.job.session import Session
@@ -45,7 +44,17 @@ from helixrt.job.starters import Place
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.contracts import Coordinate, RankExit, RankSpec
 from helixrt.replica.progress import ProgressReport, ThreadReport
-from helixrt.replica.run_keys import CLOSED_KEY, SERVED_KEY, claim_key, ended_key, exit_key, progress_key, seat_key, spec_key
+from helixrt.replica.run_keys import (
+    CLOSED_KEY,
+    SERVED_KEY,
+    claim_key,
+    ended_key,
+    exit_key,
+    given_up_key,
+    progress_key,
+    seat_key,
+    spec_key,
+)
 from helixrt.replica.store import MemoryRunStore
 from helixrt.replica.versions import versions
 from tests.job.session_world import LocalHost
@@ -411,6 +420,9 @@ def test_a_run_that_is_over_or_does_not_answer_is_told(monkeypatch: pytest.Monke
     store.put_if_absent(spec_key(0, 1, 0), json.dumps(specs(0, 1, output=str(tmp_path / "elsewhere"))[0].to_plain()))
     with pytest.raises(ConfigError, match="the run's folder is not on this machine"):
         admitted(store, place)
+    store.put_if_absent(given_up_key(0), "this would come again: no module")
+    with pytest.raises(Fatal, match="replica 0 of the run at host:1 was given up: this would come again: no module"):
+        admitted(store, place)
     store.put_if_absent(CLOSED_KEY, "yes")
     with pytest.raises(Fatal, match="the run at host:1 is over"):
         admitted(store, place)
@@ -436,21 +448,6 @@ def test_settings_of_the_session_are_equal_on_all_replicas() -> None:
     environment.agree_on_settings(store, SessionChoices(seed=1, device="cpu"))
     with pytest.raises(ConfigError, match="seed=2: the replica that began first has 1; must be equal on all replicas"):
         environment.agree_on_settings(store, SessionChoices(seed=2))
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (MisuseError("no"), MISUSE_EXIT),
-        (ConfigError("key", 1, "no"), MISUSE_EXIT),
-        (StartAgain("behind"), RELOAD_EXIT),
-        (Retryable("lost"), RETRY_CODE),
-        (Departed("SIGTERM"), LEFT_EXIT),
-        (ValueError("bad"), FATAL_EXIT),
-    ],
-)
-def test_an_end_is_told_as_a_rank_of_the_job_tells_it(error: Exception, code: int) -> None:
-    assert environment._code_of(error) == code
 
 
 def test_a_rank_that_leaves_waits_for_the_others_of_its_replica() -> None:

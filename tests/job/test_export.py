@@ -110,6 +110,17 @@ def test_the_folder_that_a_shell_is_in_is_filled_and_one_that_cannot_be_made_is_
     assert capsys.readouterr().err == "helixrt: to=/proc/x: cannot be made: No such file or directory\n"
 
 
+def test_weights_that_a_schedule_free_optimizer_trains_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "train_mode": True}], lr=0.1)
+    engine = ModuleEngine(Registered.of(model, [optimizer]))
+    write(tmp_path / "run" / "checkpoints", {"pp": 1}, [RankPart.of(engine.state(), engine.portions())])
+    (tmp_path / "run" / "run.json").write_text("{}")
+    engine.close()
+    with pytest.raises(ConfigError, match=r"not the averaged ones: call optimizer\.eval\(\) behind the loop"):
+        export(tmp_path / "run", tmp_path / "new")
+
+
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(saved: tuple[Any, Path], tmp_path: Path) -> None:
     _, run = saved
     (tmp_path / "full").mkdir()

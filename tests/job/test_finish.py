@@ -44,7 +44,7 @@ def ended(asked_s: float, takes_s: float) -> Finished | None:
     machine: Any = SimpleNamespace(settled=True, held=record.hash, held_step=0, log=SimpleNamespace(get=lambda lineage: record))
     orders: Any = SimpleNamespace(last_is_safe=lambda record, holders: "")
     membership: Any = SimpleNamespace(alone=True)
-    evaluations = EvaluationOrders(0, every=0, shared=False, batches=1, last_step=0)
+    evaluations = EvaluationOrders(0, every=0, shared=False, last_step=0)
     end = EndOfRun(0, 1, store, ObservedMembership(membership), orders, digests, tell, evaluations, (0,), LIMIT_S, progress)
     try:
         assert not end.resting(machine)

@@ -57,10 +57,14 @@ def test_a_replica_that_left_tells_that_and_no_misuse(began: bool, monkeypatch: 
     assert closed(Session(began, left_early=began), left) is left
 
 
-def test_an_exception_of_the_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("left_early", [False, True], ids=["behind the loop", "in the loop"])
+def test_an_exception_of_the_program_is_told(left_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     error = ValueError("bad")
     monkeypatch.setattr(sys, "last_exc", error, raising=False)
-    assert closed(Session(True, True), None) is error
+    assert closed(Session(True, left_early), None) is error
+    if not left_early:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+        assert closed(Session(True, left_early), None) is None, "an interactive session goes on after an error"
 
 
 def test_a_loop_that_ended_ends_in_good_order(monkeypatch: pytest.MonkeyPatch) -> None:

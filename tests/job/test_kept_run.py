@@ -29,6 +29,7 @@ from helixrt.job import keeper_start
 from helixrt.job import kept_run as kept_runs
 from helixrt.job.attaching import attached_driver, away_s
 from helixrt.job.config import JobConfig, MeshConfig, OutputConfig
+from helixrt.job.controller import Terminated
 from helixrt.job.draining import DRAINED_WHY
 from helixrt.job.keeper import FILE, LOCK_FILE, SECRET_FILE, Keeper, KeeperOrder, KeptRun, Progress
 from helixrt.job.keeper_start import keeper_lives, kept_run, secret_of, start_again
@@ -49,7 +50,7 @@ from helixrt.job.launch_orders import (
 )
 from helixrt.job.lineage_files import read_lineage
 from helixrt.job.machine import boot_identity
-from helixrt.job.policies import CONFIG_EXIT, Phase
+from helixrt.job.policies import CONFIG_EXIT, LEFT_EXIT, Phase
 from helixrt.job.rank_context import check_folder
 from helixrt.job.ray_run import Reserved
 from helixrt.job.run_lock import RunLock
@@ -252,6 +253,21 @@ def test_a_run_goes_on_from_its_checkpoint_when_its_keeper_and_its_driver_are_ki
     ends_alike(second, tmp_path)
 
 
+@pytest.mark.system
+@pytest.mark.timeout(300)
+def test_replicas_that_were_asked_to_leave_save_their_state_also_when_the_driver_is_killed_then(tmp_path: Path) -> None:
+    """As by a launcher whose grace is over. The keeper ends with them, and does not wait for another driver."""
+    driver = Console(tmp_path, "driver.txt", str(SCRIPT), str(tmp_path))
+    driver.until(lambda: step(tmp_path) >= 3, "a few steps")
+    keeper = keeper_process(tmp_path)
+    driver.process.terminate()
+    driver.until(lambda: "SIGTERM to the driver" in driver.said(), "the departure")
+    driver.kill()
+    until(lambda: not Path(f"/proc/{keeper}").exists(), "the end of the keeper")
+    assert list(tmp_path.glob(f"runs/latest/checkpoints/step_{step(tmp_path):08d}_*/complete.json"))
+    assert kept_run(tmp_path / "runs" / "latest") is None and living(tmp_path / "runs" / "latest") is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [True, False], ids=["keeper", "no keeper"])
 def test_a_launcher_of_the_users_is_called_by_who_owns_the_ranks(
@@ -348,6 +364,40 @@ def test_a_keeper_carries_out_orders_once_and_tells_exits(tmp_path: Path, monkey
     store.put_if_absent(DONE_KEY, "yes")
     thread.join(30)
     assert not thread.is_alive() and living(tmp_path) is None and not (tmp_path / FILE).exists()
+
+
+def test_once_the_replicas_leave_none_is_started_and_the_keeper_ends_soon_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "_GONE_S", 0.0)
+    ranks = Ranks()
+    thread, store = kept(tmp_path, ranks, monkeypatch, 600.0)
+    launcher, late = KeptLauncher(store), KeptLauncher(store, 1)
+    launcher.start(spec(0))
+    until(lambda: ranks.started, "the start")
+    launcher.leaving()
+    late.poll()
+    launcher.poll()
+    assert late.told_to_end and not launcher.told_to_end, "who has said so is not told"
+    launcher.start(spec(1))
+    until(lambda: store.get("launch/carried") == "2", "the second order")
+    assert thread.is_alive() and ranks.started == [spec(0)], "a rank is still leaving"
+    ranks.exits.append(RankExit(Coordinate(0), 0, LEFT_EXIT, "left"))
+    thread.join(30)
+    assert not thread.is_alive() and ranks.closed
+
+
+def test_a_signal_to_the_keeper_has_the_replicas_leave_and_the_second_ends_it(tmp_path: Path) -> None:
+    keeper, ranks = Keeper(order_of(tmp_path, 60.0)), Ranks()
+    store = DurableRunStore(keeper._services.durable, "the secret")
+    KeptLauncher(store).start(spec(0))
+    assert keeper._round(ranks) and store.get(leave_key(0, 0)) is None
+    keeper.signalled(signal.SIGINT, None)
+    assert keeper._round(ranks) and store.get(leave_key(0, 0)) == "SIGINT to the keeper of the run"
+    with pytest.raises(Terminated):
+        keeper.signalled(signal.SIGINT, None)
+    keeper._services.close()
+    keeper._lock.close()
 
 
 def test_the_store_has_the_settings_of_ranks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,7 +520,9 @@ def test_a_driver_that_loses_its_store_for_good_writes_the_report_and_says_what_
     class Lost(KeptServices):
         def __init__(self) -> None:
             self.address, self.durable, self.lighthouse = "127.0.0.1:1", "", ""
-            self.store, self._watch, self._orders, self._exits = MemoryRunStore(), None, 0, 0
+            self.store, self._orders, self._exits = MemoryRunStore(), 0, 0
+
+        def leave(self) -> None: ...
 
     monkeypatch.setattr(drivers, "run_store", lambda *where: MemoryRunStore())
     run = drivers.new_run(replace(JobConfig(), mesh=MeshConfig(replicas=1, pp=1), output=OutputConfig(str(tmp_path))))
@@ -694,7 +746,7 @@ def test_a_sign_of_life_counts_also_where_the_store_is_lost_right_after_it() -> 
 
     keeper = object.__new__(Keeper)
     keeper._store, keeper._alive, keeper._progress, keeper._clock = Losing(), "", Progress(0.0), lambda: 100.0
-    keeper._progress._round_s = 100.0
+    keeper._progress._round_s, keeper._leaving_s = 100.0, None
     keeper._store.set(ALIVE_KEY, "100.0")
     with pytest.raises(Retryable):
         keeper._is_alone(30.0)

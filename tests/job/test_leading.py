@@ -39,7 +39,8 @@ def leading_of(store: RunStore, replica: int = 0, incarnation: int = 0, launcher
     leading._reports, leading._adapter = [], None
     leading._said_silent, leading._said_read = False, ""
     leading._membership = SimpleNamespace(announce=lambda: None)  # type: ignore[assignment]
-    leading._leader = SimpleNamespace(start=lambda: None)  # type: ignore[assignment]
+    machine = SimpleNamespace(held="a commit", log=SimpleNamespace(genesis="genesis"))
+    leading._leader = SimpleNamespace(start=lambda: None, machine=machine)  # type: ignore[assignment]
     return leading
 
 

@@ -17,7 +17,7 @@ from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.replica.commands import Exit, RankCommand, Save
 from helixrt.replica.membership import SoloMembership
-from helixrt.replica.run_keys import ended_key, leave_key
+from helixrt.replica.run_keys import ended_key, leave_key, saver_key
 from helixrt.replica.store import MemoryRunStore
 from tests.replica.stand_ins import MoodyStore
 
@@ -27,20 +27,33 @@ FIRST = CommitRecord(1, 1, ROOT.hash, ((0, 0), (1, 0)), {0: 1, 1: 1}, "run")
 
 @pytest.fixture
 def before() -> Iterator[object]:
-    """The handler of SIGTERM, which must be back afterwards."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield handler
-    assert signal.getsignal(signal.SIGTERM) is handler
+    """The handlers, which must be back afterwards."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield handlers
+    assert [signal.getsignal(number) for number in numbers] == handlers
 
 
 @pytest.mark.usefixtures("before")
-def test_sigterm_asks_to_leave_and_the_second_one_is_not_caught() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_asks_to_leave_and_sigterm_after_it_is_not_caught(number: signal.Signals) -> None:
+    """A terminal that is closed may send SIGHUP several times."""
     store = MemoryRunStore()
     with TermSignal(store, 1, 2, "r1.pp0") as term:
         term.at_once = False
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert store.wait(leave_key(1, 2), 10.0) == "SIGTERM to r1.pp0"
+        os.kill(os.getpid(), number)
+        assert store.wait(leave_key(1, 2), 30.0) == f"{number.name} to r1.pp0"
+        os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("before")
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """SIGHUP under nohup."""
+    own = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with TermSignal(MemoryRunStore(), 0, 0, "r0.pp0"):
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.signal(signal.SIGHUP, own) is signal.SIG_IGN
 
 
 @pytest.mark.usefixtures("before")
@@ -122,6 +135,16 @@ def test_if_nobody_stays_the_state_is_saved_first(why: str) -> None:
     if why == "the other has ended":
         store.put_if_absent(ended_key(0, 0), "yes")
     assert leaving(members, store) == [Save(FIRST, departs=True), GONE]
+
+
+def test_of_replicas_that_leave_together_one_saves() -> None:
+    store, members = MemoryRunStore(), (account(0, FIRST.hash), account(1, FIRST.hash))
+    store.put_if_absent(leave_key(0, 0), "SIGTERM")
+    store.put_if_absent(saver_key(FIRST.hash), "(0, 0)")
+    assert leaving(members, store) == [GONE]
+    later = MemoryRunStore()
+    later.put_if_absent(saver_key(FIRST.hash), "(0, 0)")
+    assert leaving((account(1),), later) == [Save(FIRST, departs=True), GONE], "of a replica that has gone it is not known"
 
 
 def test_without_checkpoints_nothing_is_saved() -> None:

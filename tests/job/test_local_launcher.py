@@ -69,6 +69,11 @@ def main():
             raise ConnectionError("link to r0 broke")
         except ConnectionError as broke:
             raise RuntimeError("step 3 failed") from broke
+    elif what == "share":
+        from multiprocessing.shared_memory import SharedMemory
+        print(f"memory {SharedMemory(create=True, size=8).name}", flush=True)
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        os.kill(os.getpid(), 9)
     elif what in ("fork", "parent"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
         print(f"child {child.pid}", flush=True)
@@ -247,6 +252,13 @@ def test_a_rank_takes_its_own_children_with_it(launcher: LocalLauncher, tmp_path
     until(lambda: not exists(child), "end of the rank's child")
 
 
+def test_the_shared_memory_of_a_killed_rank_is_removed(launcher: LocalLauncher, tmp_path: Path) -> None:
+    launcher.start(spec(0, do="share"))
+    polled(launcher, 1)
+    memory = (tmp_path / "logs" / "r0.pp0.inc0.log").read_text().split("memory ")[1].split()[0]
+    until(lambda: not Path("/dev/shm", memory).exists(), "end of the rank's resource tracker")
+
+
 def test_close_waits_until_all_are_gone_and_nothing_starts_after(launcher: LocalLauncher) -> None:
     for pp in range(3):
         launcher.start(spec(0, pp))
@@ -363,13 +375,25 @@ def test_log_names_and_codes() -> None:
     [
         ("", ""),
         ("step 1\nstep 2\n", "step 2"),
+        ("step 1\nr1.pp0: skips 80 batches\n", "step 1"),
+        (
+            "r1.pp0: skips 80 batches\nr1.pp0.dp0.cp0.tp0: no orders; compute hangs\n",
+            "r1.pp0.dp0.cp0.tp0: no orders; compute hangs",
+        ),
         ("step 1\nhelixrt.errors.Fatal: loss is NaN\nbye\n", "helixrt.errors.Fatal: loss is NaN"),
         ("Traceback (most recent call last):\n  File x\nValueError: old\nrecovered\n" * 2, "ValueError: old"),
+        (
+            "Traceback (most recent call last):\n  File x\nRuntimeError: Caught RuntimeError in DataLoader worker process 0.\n"
+            "Original Traceback (most recent call last):\n  File y\nRuntimeError: unable to allocate shared memory(shm) for "
+            "file </torch_1>: No space left on device (28)\n\n",
+            "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28) (DataLoader "
+            "worker process 0): /dev/shm is full; give it more (docker run --shm-size), or take fewer workers",
+        ),
     ],
 )
 def test_the_line_that_says_why(tmp_path: Path, text: str, line: str) -> None:
-    (tmp_path / "log").write_text(text)
-    assert last_error(tmp_path / "log") == line
+    (tmp_path / "r1.pp0.inc2.log").write_text(text)
+    assert last_error(tmp_path / "r1.pp0.inc2.log") == line
     assert last_error(tmp_path / "none") == ""
 
 
@@ -391,7 +415,7 @@ def test_ranks_that_the_system_has_no_process_for_wait_and_are_started_later(
     launcher.kill(1)
     assert launcher.waiting(0) and not launcher.waiting(1)
     refusals.pop(0)
-    assert launcher.poll() == [] and launcher.waiting(0)
+    assert [ended.coordinate.replica for ended in launcher.poll()] == [1] and launcher.waiting(0)
     refusals.clear()
     (ended,) = polled(launcher, 1)
     assert (ended.coordinate.replica, ended.code) == (0, 7) and not launcher.waiting(0)
@@ -646,7 +670,7 @@ def test_what_is_inherited_changes_with_the_process_and_with_nothing_else(
 
 
 def test_a_rank_whose_log_cannot_be_opened_waits_and_the_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A disk that is full for a while. Before any rank was started the error ends the launch."""
+    """A disk that is full for a while. Before any rank was started the error ends the launch. Killed, it counts as ended."""
     logs, quick = tmp_path / "logs", [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with_nothing = LocalLauncher(quick, tmp_path / "other")
     (tmp_path / "other").rmdir()
@@ -665,5 +689,13 @@ def test_a_rank_whose_log_cannot_be_opened_waits_and_the_others_go_on(tmp_path: 
         ended = []
         until(lambda: ended.extend(launcher.poll()) or len(ended) == 2, "the end of both")
         assert not launcher.waiting(1) and {e.code for e in ended} == {0}
+
+        logs.rename(moved)
+        launcher.start(spec(1, incarnation=1))
+        launcher.kill(1)
+        assert not launcher.waiting(1)
+        (killed,) = launcher.poll()
+        assert (killed.coordinate, killed.incarnation, killed.code) == (Coordinate(1), 1, -signal.SIGKILL)
+        assert "was not started" in killed.reason and launcher.poll() == []
     finally:
         launcher.close()

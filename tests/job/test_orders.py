@@ -27,6 +27,7 @@ from helixrt.schedule.costs import uniform, with_delays
 from helixrt.schedule.exchange.as_json import order_key
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Entry, Op, Operation, Schedule
+from tests.waiting import until
 
 ZB = build("zb", 4, 12)
 DEADLINE_S = 60.0
@@ -187,10 +188,18 @@ class Replica:
                 order = self.asked.get(timeout=0.5)
             except queue.Empty:
                 continue
-            self.adapter.prepared(order, 0.01, failed)
+            self.answer(order, failed)
             self.steps(1, delay_ms)
             return order
         raise AssertionError(f"no switch; {self.said}, {self.errors}, {kinds(self.record)}")
+
+    def answer(self, order: str, failed: str) -> None:
+        heard = self.ready()
+        self.adapter.prepared(order, 0.01, failed)
+        until(lambda: self.ready() > heard, "an order that is ready")
+
+    def ready(self) -> int:
+        return sum(event.kind is Kind.ORDER_READY for event in kinds(self.record))
 
 
 def kinds(record: FlightRecord) -> list[Event]:

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from helixrt.errors import ConfigError
 from helixrt.job import driver as drivers
 from helixrt.job.config import JobConfig, MeshConfig, OutputConfig
 from helixrt.job.controller import Controller, Happening, LifeEvent
@@ -25,7 +25,8 @@ from helixrt.job.leader_reports import Finished
 from helixrt.job.metrics import StepMetrics, ValidationMetrics, read_metrics, read_metrics_line
 from helixrt.job.output import RunOutput, line_of, new_run_folder
 from helixrt.job.policies import Options, StopRun
-from helixrt.protocol.step.lineage import CommitRecord, genesis
+from helixrt.job.storage_trouble import in_words
+from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.replica.contracts import Launcher, RunStore
 from helixrt.replica.run_keys import done_key
 
@@ -147,7 +148,7 @@ def driver_of(root: Path, life: int, steps: int, held: int) -> Driver:
     records = [genesis("run", 1)]
     for step in range(1, steps + 1):
         records.append(CommitRecord(step, 5, records[-1].hash, ((0, 0),), {0: step}, "run"))
-    driver = Driver(config, Run(folder, "run", 0.0, tuple(records), life), JobProgram("no.module"))
+    driver = Driver(config, Run(folder, "run", 0.0, Log(records), life), JobProgram("no.module"))
     driver.store.put_if_absent(done_key(0), Finished(0, held, records[held].hash, "ab", "cd").to_json())
     driver.controller = SimpleNamespace(history=[])  # type: ignore[assignment]
     return driver
@@ -181,9 +182,9 @@ def test_the_limits_of_restarts_are_those_of_the_settings(ended_run: Driver, mon
             return StopRun(True, "")
 
     monkeypatch.setattr(drivers, "Controller", Given)
-    ended_run.config = dataclasses.replace(ended_run.config, restarts=7, fatal_restarts=5, restart_window_s=60.0)
+    ended_run.config = dataclasses.replace(ended_run.config, restarts=7, fatal_restarts=5)
     assert ended_run.run() == 0
-    assert [(o.max_restarts, o.fatal_restarts, o.restart_window_s) for o in given] == [(7, 5, 60.0)]
+    assert [(o.max_restarts, o.fatal_restarts) for o in given] == [(7, 5)]
 
 
 @pytest.mark.parametrize("problem", ["the disk is full", "an error in a chart", "no folder"])
@@ -194,12 +195,14 @@ def test_a_report_that_cannot_be_written_does_not_fail_a_finished_run(
         raise OSError(errno.ENOSPC, "No space left on device") if "disk" in problem else ZeroDivisionError("a chart")
 
     if problem == "no folder":
-        shutil.rmtree(ended_run.run_.folder)
+        ended_run.run_.folder.rename(ended_run.run_.folder.with_name("elsewhere"))
+        ended_run.run_.folder.touch()  # so that no thread that still writes makes it again
     else:
         monkeypatch.setattr(drivers, "write_report", fail)
     assert ended_run._end(StopRun(True, "")) == 0
-    said = capsys.readouterr().err
-    assert said.startswith("the report could not be written: ") and said.count("\n") == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if line.startswith("the report could not be written: ")]) == 1
+    assert all(" could not be written: " in line for line in said), "no stack"
     assert ended_run._end(StopRun(False, "no replica is left")) == 1, "a failed run stays failed"
 
 
@@ -260,3 +263,13 @@ def test_the_driver_asks_the_store_for_the_newest_lives_alone(ended_run: Driver)
         ended_run.specs(0, incarnation)
         ended_run._lived(LifeEvent(Happening.RUNNING, 0, incarnation, 0.0, ""))
     assert list(ended_run._lives.shown) == [(0, 48), (0, 49)]
+
+
+def test_a_storage_that_cannot_be_written_says_which_limit_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, words in (("file", "a part of this path is a file: name a folder"), ("n" * 300, "a name may have 255 bytes")):
+        config = JobConfig(output=OutputConfig(root=str(tmp_path / name)))
+        with pytest.raises(ConfigError, match=rf"^storage=.*{name}.*cannot be written.*\({words}"):
+            drivers.new_run(config)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+    assert in_words(full).endswith("'metrics.jsonl' (its file system is full: free some space, or take another storage)")

@@ -46,7 +46,7 @@ def begun(root: Path, path: str) -> Run:
     run = new_run(replace(config_of(root), checkpoint=CheckpointConfig(every=1, path=path)))
     assert run.lock is not None
     run.lock.close()
-    writer, log = LineageWriter(run.folder / "lineage"), list(run.entries)
+    writer, log = LineageWriter(run.folder / "lineage"), list(run.log.entries)
     for step in (1, 2):
         log.append(CommitRecord(step, step, log[-1].hash, ((0, 0), (1, 0)), {0: step, 1: step}, run.name))
     for index, entry in enumerate(log):

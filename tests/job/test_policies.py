@@ -17,6 +17,7 @@ from helixrt.job.policies import (
     SKIP,
     Began,
     CapacityAwaited,
+    Committed,
     Event,
     GiveUp,
     KillReplica,
@@ -106,7 +107,7 @@ def test_backoff_is_zero_then_doubles_to_its_maximum() -> None:
 def test_restarts_are_counted_and_then_the_replica_is_given_up_and_the_other_goes_on() -> None:
     options = replace(OPTIONS, max_restarts=0)
     state, made = play((1, ended(1, 0, reason="out of memory at r1")), options=options)
-    why = "1 failure within 3600 s (restarts=0): out of memory at r1"
+    why = "1 failure without a commit (restarts=0): out of memory at r1"
     assert made == [KillReplica(1), GiveUp(1, why)]
     assert state.replicas[1].phase is Phase.GIVEN_UP and state.stopped is None
     state, made = decide(state, ReplicaDone(0), 5, options)
@@ -116,7 +117,7 @@ def test_restarts_are_counted_and_then_the_replica_is_given_up_and_the_other_goe
 def test_the_run_fails_with_the_cause_of_the_replica_given_up_first() -> None:
     options = replace(OPTIONS, max_restarts=0)
     _, made = play((1, ended(1, reason="first")), (2, ended(0, reason="second")), options=options)
-    assert made[-1] == StopRun(False, "1 failure within 3600 s (restarts=0): first")
+    assert made[-1] == StopRun(False, "1 failure without a commit (restarts=0): first")
 
 
 def test_a_fatal_rank_gets_one_new_process_then_the_replica_is_given_up() -> None:
@@ -124,19 +125,19 @@ def test_a_fatal_rank_gets_one_new_process_then_the_replica_is_given_up() -> Non
     state, made = play((1, ended(0, code=FATAL_EXIT)), options=options)
     assert made == [KillReplica(0), StartReplica(0, 1)]
     state, made = decide(state, ended(0, incarnation=1, code=FATAL_EXIT), 2, options)
-    assert made == (KillReplica(0), GiveUp(0, "2 exceptions within 3600 s (fatal_restarts=1): rank 0 of 0 ended"))
+    assert made == (KillReplica(0), GiveUp(0, "2 exceptions without a commit (fatal_restarts=1): rank 0 of 0 ended"))
 
 
 def test_the_budget_that_a_replica_has_exceeded_is_named() -> None:
     """Of three exceptions and another failure: by default the exceptions, three failures in all are within the other budget."""
     options = Options(replicas=2, ranks_per_replica=1)
     ends = [(400.0 * n, ended(0, incarnation=n, code=FATAL_EXIT, reason=f"error {n}")) for n in range(3)]
-    assert GiveUp(0, "3 exceptions within 3600 s (fatal_restarts=2): error 2") in lives(*ends, options=options)[1]
+    assert GiveUp(0, "3 exceptions without a commit (fatal_restarts=2): error 2") in lives(*ends, options=options)[1]
     more = replace(options, fatal_restarts=5)
     state, made = lives(*ends, options=more)
     assert StartReplica(0, 3) in made
     made_ = decide(state, ended(0, incarnation=3, reason="killed"), 1200.0, more)[1]
-    assert made_ == (KillReplica(0), GiveUp(0, "4 failures within 3600 s (restarts=3): killed"))
+    assert made_ == (KillReplica(0), GiveUp(0, "4 failures without a commit (restarts=3): killed"))
 
 
 def test_a_config_error_stops_the_run_at_once() -> None:
@@ -154,45 +155,83 @@ def test_a_program_that_breaks_a_rule_of_the_api_is_not_started_again(running: b
     assert state.stopped is None  # of an incarnation that is not there any more
 
 
-@pytest.mark.parametrize("code", [CONFIG_EXIT, FATAL_EXIT])
-def test_a_config_error_after_the_first_quorum_loses_one_replica_as_a_fatal_does(code: int) -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_config_error_later_gives_one_replica_up(restarted: bool) -> None:
     """Its NIC is missing, or a package on its node: the others train on."""
-    options = replace(ONE_RANK, max_restarts=9, fatal_restarts=1)
-    state, made = lives((1.0, ended(0, code=code)), options=options)
-    assert made == [KillReplica(0), StartReplica(0, 1)]
-    state, made = decide(state, ended(0, incarnation=1, code=code, reason="rails=eth7: no such NIC"), 2, options)
-    why = "2 exceptions within 3600 s (fatal_restarts=1): rails=eth7: no such NIC"
-    assert made == (KillReplica(0), GiveUp(0, why)) and state.stopped is None
+    options, reason = replace(ONE_RANK, max_restarts=9), "rails=eth7: no such NIC"
+    before = [(1.0, ended(0))] if restarted else [(1.0, ReplicaRunning(1, 0))]
+    state, made = play(*before, (2.0, ended(0, incarnation=int(restarted), code=CONFIG_EXIT, reason=reason)), options=options)
+    why = f"this would come again: {reason}"
+    assert made == [KillReplica(0), GiveUp(0, why)] and state.stopped is None
     assert decide(state, ReplicaDone(1), 3, options)[1] == (StopRun(True, f"given up: {why}"),)
 
 
-def test_a_config_error_of_a_restarted_replica_does_not_stop_the_run_even_before_the_first_quorum() -> None:
-    state, made = play((1, ended(0)), (2, ended(0, incarnation=1, code=CONFIG_EXIT)), options=ONE_RANK)
-    assert made == [KillReplica(0)] and state.stopped is None
+def test_budgets_and_pauses_begin_again_with_a_commit() -> None:
+    """A replica that is killed again and again, and contributes in between, comes back at once and is never given up."""
+    state, now = decide(RunState.initial(ONE_RANK), Began(), 0.0, ONE_RANK)[0], 0.0
+    for life in range(20):
+        now += 20.0
+        state, _ = decide(state, ReplicaRunning(0, life), now, ONE_RANK)
+        if life != 10:
+            state, _ = decide(state, Committed(0, life), now, ONE_RANK)
+        state, made = decide(state, ended(0, incarnation=life), now, ONE_RANK)
+        assert (StartReplica(0, life + 1) in made) == (life != 10), "without a commit after a pause"
+        if life == 10:
+            assert decide(state, Committed(0, 9), now, ONE_RANK)[0] == state, "of an earlier life"
+            state, _ = decide(state, Tick(), now + 1.0, ONE_RANK)
 
 
-def test_restarts_count_within_the_window_alone() -> None:
-    options = replace(ONE_RANK, max_restarts=2, restart_window_s=1000.0)
-    rare = [(600.0 * n, ended(0, incarnation=n)) for n in range(20)]  # two in any window
-    state, made = lives(*rare, options=options)
-    assert StartReplica(0, 20) in made and state.replicas[0].phase is Phase.RESTARTING
-    frequent = [(400.0 * n, ended(0, incarnation=n)) for n in range(3)]
-    why = "3 failures within 1000 s (restarts=2): rank 0 of 0 ended"
-    assert GiveUp(0, why) in lives(*frequent, options=options)[1]
+BUG = "3fa9c2d1"
 
 
-def test_the_backoff_follows_the_restarts_within_the_window() -> None:
-    options = replace(ONE_RANK, max_restarts=9, restart_window_s=1000.0)
-    state, _ = lives((10.0, ended(0)), (100.0, ended(0, incarnation=1)), options=options)
-    state, made = decide(state, ended(0, incarnation=2), 5000.0, options)
-    assert made == (KillReplica(0), StartReplica(0, 3)), "the earlier ones are long past: at once"
-    assert decide(state, ended(0, incarnation=3), 5001.0, options)[1] == (KillReplica(0),)
+def raises(replica: int, incarnation: int = 0, error: str = BUG, host: str = "") -> RankEnded:
+    host = host or f"host{replica}"
+    return replace(ended(replica, 0, incarnation, FATAL_EXIT, f"a bug on {host}"), error=error, host=host)
+
+
+def met(*events: Event, replicas: int = 3) -> tuple[RunState, list[object]]:
+    """All replicas run when these events come, one a second; what the last one decided."""
+    options = replace(ONE_RANK, replicas=replicas, fatal_restarts=9, max_restarts=9)
+    running = [(0.1, ReplicaRunning(replica, 0)) for replica in range(replicas)]
+    state, made = play(*running, options=options)
+    for number, event in enumerate(events):
+        state, made_ = decide(state, event, 10.0 * (number + 1), options)
+        made = list(made_)
+    return state, made
+
+
+def test_an_exception_that_comes_again_on_one_host_gives_its_replica_up() -> None:
+    again = "the same error again after a restart, without a commit: a bug on host0"
+    assert GiveUp(0, again) in met(raises(0), raises(0, 1))[1]
+    assert GiveUp(0, again) in met(raises(0), ended(0, incarnation=1), Tick(), raises(0, 2))[1], "a signal does not count"
+    assert GiveUp(0, again) in met(raises(0), raises(1, host="host0"), raises(0, 1))[1], "both are on one host"
+    other, unknown = (raises(0), raises(0, 1, "other")), (raises(0, 0, ""), raises(0, 1, ""))
+    for events in (other, unknown, (raises(0), Committed(0, 1), raises(0, 1))):
+        state, made = met(*events)
+        assert StartReplica(0, 2) in made or state.replicas[0].phase is Phase.LOST
+
+
+def test_an_exception_that_comes_again_and_on_two_hosts_ends_the_run() -> None:
+    state, made = met(raises(0), raises(1))
+    assert made == [KillReplica(1), StartReplica(1, 1)], "of three replicas two, once each: it may be what both wait for"
+    state, made = met(raises(0), raises(1), raises(0, 1))
+    assert made == [StopRun(False, "the same error on several hosts, and again after a restart: a bug on host0")]
+    state, made = met(raises(0), raises(1), Committed(1, 1), raises(0, 1))
+    assert state.stopped is None and state.replicas[0].phase is Phase.GIVEN_UP
+
+
+def test_an_exception_that_all_replicas_have_met_ends_the_run_at_once() -> None:
+    state, made = met(raises(0), raises(1, host="host0"), replicas=2)
+    assert made == [StopRun(False, "the same error in all replicas: a bug on host0")]
+    assert met(raises(0), Committed(0, 1), raises(1), replicas=2)[0].stopped is None
+    state, made = met(raises(0), replicas=1)
+    assert made == [KillReplica(0), StartReplica(0, 1)], "one replica alone has not met it twice"
 
 
 def test_a_reload_that_the_protocol_asked_for_is_no_failure() -> None:
     options = replace(ONE_RANK, max_restarts=0, fatal_restarts=0)
     state, made = lives(*[(100.0 * n, ended(0, incarnation=n, code=RELOAD_EXIT)) for n in range(8)], options=options)
-    assert StartReplica(0, 8) in made and state.replicas[0].failures == ()
+    assert StartReplica(0, 8) in made and state.replicas[0].failures == 0
 
 
 @pytest.mark.parametrize("budget", [0, 1])
@@ -202,9 +241,9 @@ def test_the_failure_that_a_reload_only_followed_counts(budget: int) -> None:
     state, made = play((1, ReplicaRunning(0, 0)), (2, ended(0, 0, code=RELOAD_EXIT)), options=options)
     assert made == [KillReplica(0)]
     state, made_ = decide(state, ended(0, 1, code=FATAL_EXIT, reason="out of memory"), 2.1, options)
-    why = "out of memory" if budget else "1 failure within 3600 s (restarts=0): out of memory"
+    why = "out of memory" if budget else "1 failure without a commit (restarts=0): out of memory"
     expected = StartReplica(0, 1) if budget else GiveUp(0, why)
-    assert expected in made_ and len(state.replicas[0].failures) == 1 and state.replicas[0].why == why
+    assert expected in made_ and state.replicas[0].failures == 1 and state.replicas[0].why == why
 
 
 @pytest.mark.parametrize("event", [CapacityAwaited(0, 0), TimeAsked(0, 0)])
@@ -287,6 +326,15 @@ def test_done_while_lost_finishes_the_replica_without_a_restart() -> None:
     assert state.replicas[0].phase is Phase.FINISHED
 
 
+def test_the_failure_that_a_lost_link_only_followed_is_the_reason() -> None:
+    options = replace(OPTIONS, max_restarts=9, fatal_restarts=0)
+    state, _ = play((1, ReplicaRunning(0, 0)), (2, ended(0, 0, code=75, reason="a peer is gone")), options=options)
+    state, made = decide(state, ended(0, 1, code=FATAL_EXIT, reason="out of memory"), 2.1, options)
+    assert GiveUp(0, "1 exception without a commit (fatal_restarts=0): out of memory") in made
+    state, _ = play((1, ReplicaRunning(0, 0)), (2, ended(0, 0, code=-9, reason="killed")), options=options)
+    assert decide(state, ended(0, 1, code=FATAL_EXIT), 2.1, options)[0].replicas[0].why == "killed", "the other one followed"
+
+
 def test_likely_root_causes_come_before_complaints_of_peers() -> None:
     assert sorted([1, 0, -9, FATAL_EXIT], key=severity) == [FATAL_EXIT, -9, 1, 0]
 
@@ -305,6 +353,7 @@ def test_likely_root_causes_come_before_complaints_of_peers() -> None:
         RankStuck(0, 0, "r0.pp0", "stuck"),
         CapacityAwaited(0, 1),
         TimeAsked(0, 1),
+        Committed(0, 1),
     ],  # fmt: skip
     ids=repr,
 )
@@ -343,7 +392,6 @@ def _live(seed: int) -> None:
         max_restarts=rng.randint(0, 4),
         fatal_restarts=rng.randint(0, 2),
         start_timeout_s=rng.uniform(1, 20),
-        restart_window_s=1e9,  # the world is shorter
         backoff_s=rng.uniform(0, 3),
         gone_s=100.0,  # nothing gets lost in this world, so old ranks are always gone before new ones start
     )
@@ -351,7 +399,7 @@ def _live(seed: int) -> None:
     alive: dict[int, dict[str, int]] = {r: {} for r in range(options.replicas)}  # replica -> rank -> incarnation
     unreported: list[RankEnded] = []
     starts: dict[int, list[int]] = {r: [] for r in range(options.replicas)}
-    stops = 0
+    stops, commits = 0, [0] * options.replicas
 
     def feed(event: Event) -> None:
         nonlocal state, stops
@@ -390,6 +438,9 @@ def _live(seed: int) -> None:
             feed(ReplicaDone(replica))
         elif choice < 0.53:
             feed(RankStuck(replica, rng.choice([0, len(starts[replica]) - 1]), f"r{replica}.pp0", "stuck"))
+        elif choice < 0.54:
+            feed(Committed(replica, len(starts[replica]) - 1))
+            commits[replica] += 1
         elif choice < 0.56:
             feed(CapacityAwaited(replica, rng.choice([0, len(starts[replica]) - 1])))
         else:
@@ -405,5 +456,5 @@ def _live(seed: int) -> None:
         feed(Tick())
     assert state.stopped is not None and stops == 1
     for replica in range(options.replicas):
-        assert len(starts[replica]) <= 1 + options.max_restarts
+        assert len(starts[replica]) <= (1 + options.max_restarts) * (1 + commits[replica])
         assert state.replicas[replica].phase in SETTLED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -30,7 +30,9 @@ def equal(one: Parameters, other: Parameters) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def existing_loop(host: LocalHost, until: int, accumulate: int, always: bool = True) -> Parameters:
+def existing_loop(
+    host: LocalHost, until: int, accumulate: int, always: bool = True, skips: Collection[int] = ()
+) -> Parameters:
     """`always`: optimizer and scheduler are stepped in each micro-batch, else where the gradients are complete."""
     session = session_with(host, seed=SEED)
     model = tiny()
@@ -43,7 +45,11 @@ def existing_loop(host: LocalHost, until: int, accumulate: int, always: bool = T
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     for number, (x, y) in enumerate(loader, start=1):
         optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
+        loss = mse_loss(model(x), y)
+        if number - 1 in skips:
+            loader.skip()
+            continue
+        loss.backward()
         if always or number % accumulate == 0:
             optimizer.step()
             scheduler.step()
@@ -54,20 +60,23 @@ def existing_loop(host: LocalHost, until: int, accumulate: int, always: bool = T
     return values(model)
 
 
-def plain_loop(until: int, accumulate: int) -> Parameters:
+def plain_loop(until: int, accumulate: int, skips: Collection[int] = ()) -> Parameters:
     model, data = tiny(), batches()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = ExponentialLR(optimizer, 0.9)
     usable = len(data) // accumulate * accumulate
     for step in range(until):
         optimizer.zero_grad()
-        for position in range(step * accumulate, (step + 1) * accumulate):
+        counted = [p for p in range(step * accumulate, (step + 1) * accumulate) if p not in skips]
+        for position in counted:
             set_random_state(SEED, 0, 0, position)
             x, y = data[position % usable]
             mse_loss(model(x), y).backward()
+        if not counted:
+            continue
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.grad.div_(accumulate)
+            parameter.grad.div_(len(counted))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         scheduler.step()
@@ -81,6 +90,12 @@ def test_an_existing_loop_trains_as_it_did(accumulate: int, always: bool) -> Non
     assert equal(existing_loop(host, 8, accumulate, always), plain_loop(8, accumulate))
     assert [step for step, _ in host.logged] == list(range(1, 9))
     assert host.logged[-1][1]["rate"] == pytest.approx(0.05 * 0.9**8)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_that_is_skipped_counts_nothing(accumulate: int) -> None:
+    skips = {1, 4, 5, 6}
+    assert equal(existing_loop(LocalHost(), 8, accumulate, skips=skips), plain_loop(8, accumulate, skips))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -176,6 +191,7 @@ def ready(accumulate: int = 1, until: int = 3, host: LocalHost | None = None) ->
 
 def run(body: Callable[[Any, Any, Any, Callable[[], torch.Tensor]], None], accumulate: int = 1) -> None:
     session, model, optimizer, scheduler, loader = ready(accumulate)
+    model.loader = loader
     for x, y in loader:
         body(model, optimizer, scheduler, lambda x=x, y=y: mse_loss(model(x), y))
 
@@ -245,9 +261,23 @@ def parameter_changed(model: Any, optimizer: Any, scheduler: Any, loss: Callable
         next(model.parameters()).mul_(0.5)
 
 
+def skipped_after_step(model: Any, optimizer: Any, scheduler: Any, loss: Callable[[], torch.Tensor]) -> None:
+    loss().backward()
+    optimizer.step()
+    scheduler.step()
+    model.loader.skip()
+
+
+def skipped_after_backward(model: Any, optimizer: Any, scheduler: Any, loss: Callable[[], torch.Tensor]) -> None:
+    loss().backward()
+    model.loader.skip()
+
+
 WRONG: dict[Callable[..., None], str] = {
     step_twice: r"optimizer\.step\(\) was called twice in one micro-batch of step 1",
-    step_missing: r"optimizer\.step\(\) was not called after the .*backwards? of step 1",
+    step_missing: r"optimizer\.step\(\) was not called after the .*backwards? of step 1; call it, or loader\.skip\(\)",
+    skipped_after_step: r"loader\.skip\(\) was called .* after optimizer\.step\(\)",
+    skipped_after_backward: r"a micro-batch was skipped after its backward",
     scheduler_missing: r"scheduler\.step\(\) was not called after optimizer\.step\(\) in step 1",
     scheduler_twice: r"scheduler\.step\(\) was called twice after one optimizer\.step\(\)",
     scheduler_first: r"scheduler\.step\(\) was called before optimizer\.step\(\) in step 1",
@@ -295,7 +325,7 @@ def test_a_part_that_was_not_prepared_and_gets_a_gradient_is_told_once() -> None
 def test_a_copy_of_the_prepared_model_is_refused_in_the_first_micro_batch() -> None:
     _, model, optimizer, _, loader = ready()
     used = copy.deepcopy(model)
-    with pytest.raises(MisuseError, match="had no backward that reached a parameter.*of the models that session.prepare"):
+    with pytest.raises(MisuseError, match="had no backward that reached a parameter.*of the models of session.prepare"):
         for x, y in loader:
             mse_loss(used(x), y).backward()
             optimizer.step()

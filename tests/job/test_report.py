@@ -201,7 +201,7 @@ def test_figures_of_the_report(tmp_path: Path, facts: RunFacts) -> None:
         "batches": 2 * STEPS - away, "gaps": 0, "repeats": 0, "superseded": 0, "excluded": 0,
         "per_replica": {"0": STEPS, "1": STEPS - away}, "dealt": False, "unsure": {},
     }  # fmt: skip
-    assert [r["parameters_sha256"] for r in report["replicas"]] == ["ab" * 32] * 2
+    assert [r["parameters_digest"] for r in report["replicas"]] == ["ab" * 32] * 2
     (failure,) = report["failures"]
     assert (failure["replica"], failure["step"]) == (1, LOST_IN)
     assert failure["detected_after_s"] == pytest.approx(1.2, abs=1e-3)

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, MisuseError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job import loader_states
+from helixrt.job.checkpoint_layout import Index, PartIndex
 from helixrt.job.config import MeshConfig, OutputConfig
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.resume import keep_accumulation, keep_stream, restore_accumulation, restore_stream, run_to_resume, saved_run
@@ -49,15 +50,34 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return checkpoints.Checkpoint(run, genesis("run", 2), {"pp": 1}) if run.name in names else None
 
     monkeypatch.setattr(checkpoints, "checkpoint_of", found)
+    monkeypatch.setattr(checkpoints, "read_index", lambda found: Index([PartIndex({}, {})]))
     return names
 
 
-def test_the_newest_run_of_the_same_name_that_has_a_checkpoint(tmp_path: Path, saved: set[str]) -> None:
+def test_a_deepspeed_engine_over_another_number_of_ranks_is_refused(
+    tmp_path: Path, saved: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved.add("10-00-00")
+    folder, three = past_run(tmp_path, "10-00-00", config_of(tmp_path)), replace(config_of(tmp_path), mesh=MeshConfig(2, 1, 3))
+    there = checkpoints.Checkpoint(folder, genesis("run", 2), {"pp": 1, "dp_shard": 2, "cp": 1, "tp": 1})
+    monkeypatch.setattr(checkpoints, "checkpoint_of", lambda run: there)
+    assert run_to_resume(three, folder)[0] == folder
+    monkeypatch.setattr(checkpoints, "read_index", lambda found: Index([PartIndex({}, {"engine/global_steps": 6})]))
+    with pytest.raises(ConfigError, match="mesh.dp_shard=3: the state of the DeepSpeed engine in .* divided over 2 ranks"):
+        run_to_resume(three, folder)
+    assert run_to_resume(replace(three, mesh=MeshConfig(1, 1, 2)), folder)[0] == folder, "other replicas"
+
+
+def test_the_newest_run_of_the_same_name_that_has_a_checkpoint(
+    tmp_path: Path, saved: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(tmp_path)
     for time, name in (("10-00-00", "run"), ("11-00-00", "run"), ("12-00-00", "run"), ("13-00-00", "other")):
         past_run(tmp_path, time, replace(config, name=name))
     saved |= {"10-00-00", "11-00-00", "13-00-00"}
     assert run_to_resume(config, "latest")[0].name == "11-00-00"
+    monkeypatch.chdir(tmp_path)
+    assert run_to_resume(config_of(Path(".")), "latest")[0] == tmp_path / "2026-01-02" / "11-00-00", "not relative"
     assert run_to_resume(replace(config, name="other"), "latest")[0].name == "13-00-00"
     assert run_to_resume(config, tmp_path / "2026-01-02" / "10-00-00")[0].name == "10-00-00"
     with pytest.raises(ConfigError, match="resume=latest: no complete checkpoint in any run named third under"):
@@ -105,7 +125,7 @@ def test_a_resumed_run_reads_its_data_as_before(accumulate: int, batches: int, t
     if (accumulate, batches) == (2, 12):
         assert list(Stream(list(range(12)), StreamSettings(1, 2), again).take(4)) == [4, 5]
         return
-    with pytest.raises(ConfigError, match="stream of the run that is resumed has (2|12)"):
+    with pytest.raises(MisuseError, match="=(3|14) in stream 1/0, and (2|12) in the run that is resumed: a position counts"):
         Stream(list(range(batches)), StreamSettings(1, accumulate), again)
 
 
@@ -118,12 +138,12 @@ class Named(list[int]):
 def test_a_run_is_not_resumed_on_other_data_and_streams_read_the_same(tmp_path: Path) -> None:
     store = MemoryRunStore()
     Stream(Named("corpus 1"), StreamSettings(0, 2), store)
-    with pytest.raises(ConfigError, match="loader=corpus 2 in stream 1/0: stream 0/0 reads corpus 1; all streams"):
+    with pytest.raises(MisuseError, match="content_digest=corpus 2 in stream 1/0, and corpus 1 in stream 0/0: all streams"):
         Stream(Named("corpus 2"), StreamSettings(1, 2), store)
     assert keep_stream(store, tmp_path)
     again = MemoryRunStore()
     assert restore_stream(again, tmp_path)
-    with pytest.raises(ConfigError, match="reads corpus 1; all streams, and a run that is resumed, read the same"):
+    with pytest.raises(MisuseError, match="and corpus 1 in the run that is resumed: a position counts"):
         Stream(Named(""), StreamSettings(0, 2), again)
     Stream(Named("corpus 1"), StreamSettings(0, 2), again)
 
@@ -144,10 +164,10 @@ def dealt(items: int, shuffle: bool = True, batch: int = 4) -> Any:
 @pytest.mark.parametrize(
     ("before", "after", "rule"),
     [
-        (lambda: dealt(14), lambda: dealt(15), "items=15.*has items=14; all streams, and a run that is resumed"),
-        (lambda: dealt(14), lambda: dealt(14, shuffle=False), "shuffle=False.*has shuffle=True"),
-        (lambda: dealt(14, batch=5), lambda: dealt(14, batch=6), "batch=6.*has batch=5"),
-        (lambda: DataLoader(Endless(), 4), lambda: DataLoader(Endless(), 4, num_workers=2), "workers=2.*has workers=1"),
+        (lambda: dealt(14), lambda: dealt(15), "items=15 in stream 0/0, and 14 in the run that .*resume with items=14"),
+        (lambda: dealt(14), lambda: dealt(14, shuffle=False), "shuffle=False.* and True in"),
+        (lambda: dealt(14, batch=5), lambda: dealt(14, batch=6), "batch_size=6.* and 5 in"),
+        (lambda: DataLoader(Endless(), 4), lambda: DataLoader(Endless(), 4, num_workers=2), "num_workers=2.* and 1 in"),
         (lambda: DataLoader(Endless(), 4), lambda: DataLoader(Endless(), 4, num_workers=1), ""),
         (lambda: dealt(14), lambda: dealt(14), ""),
     ],
@@ -165,7 +185,7 @@ def test_a_run_is_not_resumed_in_another_order_of_as_many_batches(
     if not rule:
         Stream(after(), StreamSettings(0), again)
         return
-    with pytest.raises(ConfigError, match=rule):
+    with pytest.raises(MisuseError, match=rule):
         Stream(after(), StreamSettings(0), again)
 
 

@@ -71,7 +71,7 @@ def test_a_second_driver_is_told_who_has_the_run_and_changes_nothing(tmp_path: P
         holder.kill()  # a driver that is lost holds nothing
         holder.communicate()
     run = reopened_run(tmp_path, checkpoint, 1)
-    assert run.life == 3 and [entry.step for entry in run.entries] == [0, 1, 2]
+    assert run.life == 3 and [entry.step for entry in run.log.entries] == [0, 1, 2]
     assert not (tmp_path / "lineage" / "00000004.json").exists(), "what came behind the gap is cut off, now that it is ours"
     assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
     with pytest.raises(ConfigError, match="one process drives a run"):

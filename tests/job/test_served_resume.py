@@ -15,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job import environment
+from helixrt.job.checkpoint_layout import Index, PartIndex
 from helixrt.job.config import JobConfig, MeshConfig, OutputConfig
 from helixrt.job.driver import Run
 from helixrt.job.environment import SessionChoices
@@ -22,7 +23,7 @@ from helixrt.job.resume import keep_stream
 from helixrt.job.sampler import StreamSampler
 from helixrt.job.served import SETTINGS_FILE, SETTINGS_KEY, _restore_settings, resumed
 from helixrt.job.stream import Stream, StreamSettings
-from helixrt.protocol.step.lineage import CommitRecord, audit
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit
 from helixrt.replica.store import MemoryRunStore
 from tests import programs
 from tests.examples.test_existing_loop import environment as variables_of
@@ -46,13 +47,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     at.mkdir(parents=True)
     found = past_run(at)
     monkeypatch.setattr(checkpoints, "checkpoint_of", lambda run: found if run == at.resolve() else None)
+    monkeypatch.setattr(checkpoints, "read_index", lambda found: Index([PartIndex({}, {})]))
     (at / "config.json").write_text(json.dumps(served(tmp_path).to_plain()))
     return at
 
 
 def test_a_served_run_is_resumed_from_its_checkpoint(folder: Path, tmp_path: Path) -> None:
     config, run = resumed(served(tmp_path), str(folder))
-    assert (run.folder, run.life, run.entries[-1].step, config.resume) == (folder, 3, 2, True)
+    assert (run.folder, run.life, run.log.head.step, config.resume) == (folder, 3, 2, True)
     with pytest.raises(ConfigError, match="one process drives a run"):
         resumed(served(tmp_path), "latest")
     assert run.lock is not None
@@ -100,7 +102,7 @@ def test_the_rest_of_the_data_is_dealt_over_other_streams_if_the_seed_of_its_ord
 
 def test_replicas_of_a_resumed_run_have_the_settings_of_before(tmp_path: Path) -> None:
     def run(life: int) -> Run:
-        return Run(tmp_path, "run-1", 0.0, (), life)
+        return Run(tmp_path, "run-1", 0.0, Log(), life)
 
     store = MemoryRunStore()
     assert not _restore_settings(store, run(1)) and not _restore_settings(store, run(0))

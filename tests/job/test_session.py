@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +13,23 @@ import torch
 
 from helixrt.engines.random_state import set_random_state
 from helixrt.errors import ConfigError
+from helixrt.job.idle_steps import IdleSteps
 from helixrt.job.mesh import Mesh
 from helixrt.job.session import Session
+from tests.engines.schedule_free import ScheduleFree
 from tests.job.session_world import DrawingLoader, LocalHost, batches, ready, session_with, summed, tiny, worked
 
 Parameters = list[torch.Tensor]
 
 
-def trained(host: LocalHost, until: int, accumulate: int, update: bool = False, loader: Any = None) -> Parameters:
+def trained(
+    host: LocalHost,
+    until: int,
+    accumulate: int,
+    update: bool = False,
+    loader: Any = None,
+    skips: Collection[int] = (),
+) -> Parameters:
     session = session_with(host, seed=5)
     model = session.parallelize(tiny())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -34,13 +46,17 @@ def trained(host: LocalHost, until: int, accumulate: int, update: bool = False, 
 
     for step in session.steps(loader or batches(), until=until, accumulate=accumulate):
         for x, y in step:
-            step.backward(summed(model, x, y), weight=y.numel())
+            loss = summed(model, x, y)
+            if step.batch in skips:
+                step.skip()
+                continue
+            step.backward(loss, weight=y.numel())
         done = step.commit()
         session.log({"loss": done.loss, "norm": done.grad_norm, "replicas": len(done.contributors)})
     return [p.detach().clone() for p in model.parameters()]
 
 
-def plain_loop(until: int, accumulate: int) -> tuple[Parameters, list[float]]:
+def plain_loop(until: int, accumulate: int, skips: Collection[int] = ()) -> tuple[Parameters, list[float]]:
     """The same in plain PyTorch."""
     model, losses, position = tiny(), [], 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -53,9 +69,14 @@ def plain_loop(until: int, accumulate: int) -> tuple[Parameters, list[float]]:
         for _ in range(accumulate):
             set_random_state(5, 0, 0, position)
             x, y = data[position % usable]
+            position += 1
+            if position - 1 in skips:
+                continue
             loss = summed(model, x, y)
             loss.backward()
-            total, weight, position = total + loss.detach().double(), weight + y.numel(), position + 1
+            total, weight = total + loss.detach().double(), weight + y.numel()
+        if not weight:
+            continue
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad.div_(weight)
@@ -79,6 +100,13 @@ def test_the_loop_trains_as_a_plain_one_does(accumulate: int) -> None:
     assert [step for step, _ in host.logged] == list(range(1, 9))
     assert [v["loss"] for _, v in host.logged] == losses and host.logged[0][1]["replicas"] == 1
     assert all(v["norm"] > 0 for _, v in host.logged)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_micro_batch_that_is_skipped_counts_nothing(accumulate: int) -> None:
+    skips = {1, 4, 5, 6}
+    found, (expected, _) = trained(LocalHost(), 8, accumulate, skips=skips), plain_loop(8, accumulate, skips)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_dropped_work_is_done_again_with_the_same_batches_and_numbers() -> None:
@@ -110,6 +138,41 @@ def test_a_registered_update_runs_in_place_of_the_default() -> None:
     assert all(torch.allclose(m[m > 0], torch.full_like(m[m > 0], 0.01), atol=1e-6) for m in moved)
 
 
+@pytest.mark.parametrize("case", ["no weight", "no change", "a change through data", "a rate of 0"])
+def test_steps_that_train_nothing_are_told_once(case: str) -> None:
+    host = LocalHost()
+    session = session_with(host)
+    model = session.parallelize(tiny())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if case == "a rate of 0" else 0.1)
+    session.register(model=model, optimizers=optimizer)
+    if "change" in case:
+
+        @session.update
+        def update(record: Any) -> None:
+            for parameter in model.parameters() if "data" in case else ():
+                parameter.data.mul_(0.5)
+
+    for step in session.steps(batches(), until=5):
+        for x, y in step:
+            step.backward(summed(model, x, y), weight=0 if case == "no weight" else 1)
+        step.commit()
+    said = {
+        "no weight": ["step 1: every micro-batch has weight 0 or was skipped, so nothing is updated"],
+        "no change": ["the first 3 updates changed no parameter; does the update function step the optimizer?"],
+    }
+    assert host.said == said.get(case, [])
+
+
+def test_of_an_engine_that_updates_its_own_parameters_nothing_is_told() -> None:
+    said: list[str] = []
+    idle = IdleSteps((), said.append)
+    record = SimpleNamespace(step=1, applied=True, contributors=((0, 0),))
+    for applied in (True, True, True, True, False):
+        step: Any = SimpleNamespace(done=SimpleNamespace(applied=applied), timing=SimpleNamespace(record=record))
+        idle.after(step)
+    assert said == []
+
+
 def test_evaluation_runs_at_its_steps_without_gradients_and_leaves_random_numbers() -> None:
     host = LocalHost()
     session, model = ready(host)
@@ -123,6 +186,19 @@ def test_evaluation_runs_at_its_steps_without_gradients_and_leaves_random_number
     for step in worked(session, model, until=5):
         step.commit()
     assert [step for step, _ in host.validated] == [2, 4] and host.validated[0][1]["loss"] > 0
+
+
+@pytest.mark.parametrize(("processes", "replicas", "said"), [(1, 2, 1), (2, 2, 0), (1, 1, 0)])
+def test_an_accelerator_that_knows_one_process_is_named(
+    processes: int, replicas: int, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = SimpleNamespace(is_initialized=lambda: True, PartialState=lambda: SimpleNamespace(num_processes=processes))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)  # type: ignore[arg-type]
+    host = LocalHost()
+    session, model = ready(host, replicas=replicas)
+    for step in worked(session, model, until=1):
+        step.commit()
+    assert sum("accelerate knows one process here" in line for line in host.said) == said
 
 
 def test_an_evaluation_leaves_neither_mode_nor_running_statistics_behind() -> None:
@@ -151,6 +227,62 @@ def test_an_evaluation_leaves_neither_mode_nor_running_statistics_behind() -> No
     (found, modes), (expected, wanted) = run(True), run(False)
     assert modes == wanted == [True, False, True, True, True]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_a_step_freezes_has_neither_gradient_nor_state_in_it() -> None:
+    def built() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = tiny()
+        return model, torch.optim.AdamW([{"params": part.parameters()} for part in (model[0], model[2])], lr=0.05)
+
+    def frozen(model: torch.nn.Module, step: int) -> list[Any]:
+        return [model[0]] if step < 3 else [model[2].bias] if step == 4 else []
+
+    session, (model, optimizer) = session_with(LocalHost(dropped={2, 5}), seed=5), built()
+    session.register(model=model, optimizers=[optimizer])
+    session.freeze(lambda step: frozen(model, step))
+    for step in worked(session, model, until=6):
+        assert (model[0].weight.grad is None) == (step.number < 3) and (model[2].bias.grad is None) == (step.number == 4)
+        step.commit()
+        assert (model[0].weight in optimizer.state) == (session.committed and step.number > 2 or step.number > 3)
+    plain, updates = built()
+    for position, (x, y) in enumerate(batches()[:6]):
+        plain.requires_grad_(True)
+        for thing in frozen(plain, position + 1):
+            thing.requires_grad_(False)
+        set_random_state(5, 0, 0, position)
+        updates.zero_grad()
+        summed(plain, x, y).backward()
+        updates.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_averaged_weights_are_evaluated_and_the_trained_ones_put_back_bit_for_bit() -> None:
+    def run(every: int) -> tuple[LocalHost, Parameters, Parameters]:
+        session, model = session_with(host := LocalHost(), seed=5), tiny()
+        optimizer = ScheduleFree(model.parameters())
+        session.register(model=model, optimizers=[optimizer])
+
+        def measure() -> float:
+            optimizer.eval()  # allowed, and done
+            assert not model.eval()[1].training
+            value = summed(model, *batches()[0])
+            optimizer.train()
+            return value
+
+        session.evaluate(measure, every=every)
+        for step in worked(session, model, until=4):
+            step.commit()
+        trained = [p.detach().clone() for p in model.parameters()]
+        optimizer.eval()
+        return host, trained, [p.detach().clone() for p in model.parameters()]
+
+    (host, found, averaged), (_, expected, _) = run(1), run(9)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(found, averaged, strict=True))
+    model = tiny().eval()
+    model.load_state_dict(dict(zip(model.state_dict(), averaged, strict=True)))
+    assert [step for step, _ in host.validated] == [1, 2, 3, 4]
+    assert host.validated[-1][1]["value"] == summed(model, *batches()[0]).item()
 
 
 def test_epochs_follow_each_other_and_are_told_to_the_sampler() -> None:

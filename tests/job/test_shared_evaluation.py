@@ -38,7 +38,7 @@ def after(parent: CommitRecord, *replicas: int, step: int = 0, **more: Any) -> C
 
 def test_parts_are_dealt_over_those_that_hold_the_agreed_state() -> None:
     record = after(FIRST, 0, 3, step=10, excluded={2: Exclusion(0, 1)})  # 1 is behind
-    orders = [EvaluationOrders(replica, 5, True, 0, 100).behind(p.Apply(record), Log([FIRST])) for replica in range(4)]
+    orders = [EvaluationOrders(replica, 5, True, 100).behind(p.Apply(record), Log([FIRST])) for replica in range(4)]
     assert orders[1] is None, "a replica that was behind has no part"
     assert [None if order is None else order.of for order in orders] == [0, None, 2, 3]
     assert {order.among for order in orders if order is not None} == {(0, 2, 3)}
@@ -52,28 +52,34 @@ def test_whatever_brings_the_state_is_followed_by_the_evaluation(command: str) -
     record = after(FIRST, 0, 1, step=4)
     log = Log([FIRST, record])
     sent = {"apply": p.Apply(record), "replay": p.Replay(record), "load": p.Load(record.hash)}[command]
-    shared, alone = EvaluationOrders(1, 2, True, 0, 9), EvaluationOrders(0, 2, False, 3, 9)
-    assert shared.behind(sent, log) == Evaluate(4, 0, record.hash, 1, (0, 1))
+    shared, alone = EvaluationOrders(1, 2, True, 9), EvaluationOrders(0, 2, False, 9)
+    assert shared.behind(sent, log) == Evaluate(4, record.hash, 1, (0, 1))
     repaired = "a committer whose own exchange broke replays its record, and nobody else evaluates it"
-    assert alone.behind(sent, log) == (None if command == "load" else Evaluate(4, 3)), repaired
-    assert EvaluationOrders(1, 2, False, 3, 9).behind(sent, log) is None, "of one replica alone"
-    assert EvaluationOrders(1, 3, True, 0, 9).behind(sent, log) is None, "the step is not due"
-    assert EvaluationOrders(1, 2, True, 0, 4).behind(sent, log) is None, "the last state is evaluated when all rest"
-    assert EvaluationOrders(1, 0, True, 0, 9).behind(sent, log) is None
+    assert alone.behind(sent, log) == (None if command == "load" else Evaluate(4, record.hash, 0, (0,))), repaired
+    assert EvaluationOrders(1, 2, False, 9).behind(sent, log) is None, "of one replica alone"
+    assert EvaluationOrders(1, 3, True, 9).behind(sent, log) is None, "the step is not due"
+    assert EvaluationOrders(1, 2, True, 4).behind(sent, log) is None, "the last state is evaluated when all rest"
+    assert EvaluationOrders(1, 0, True, 9).behind(sent, log) is None
 
 
-def test_at_the_end_those_that_are_done_take_the_parts_of_those_that_are_not() -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_at_the_end_those_that_are_done_take_the_parts_of_those_that_are_not(shared: bool) -> None:
     generator = random.Random(5)
     for _ in range(200):
         committers = sorted(generator.sample(range(6), generator.randint(1, 6)))
         done = sorted(generator.sample(range(6), generator.randint(1, 6)))
         record = after(FIRST, *committers, step=8)
-        orders = [EvaluationOrders(replica, 2, True, 0, 8) for replica in range(6)]
+        orders = [EvaluationOrders(replica, 2, shared, 8) for replica in range(6)]
         own = [order for each in orders if each.replica in done and (order := each.at_the_end(record)) is not None]
         left = [order for each in orders if each.replica in done for order in each.left(record, done)]
-        assert sorted(order.of for order in own + left) == committers == list(parts_of(record))
-    assert EvaluationOrders(0, 2, False, 3, 8).left(after(FIRST, 0, 1, step=8), [0]) == []
-    assert EvaluationOrders(5, 0, False, 3, 8).at_the_end(after(FIRST, 0, 1, step=8)) == Evaluate(8, 3)
+        assert committers == list(parts_of(record))
+        assert sorted(order.of for order in own + left) == (committers if shared else committers[:1])
+
+
+def test_a_validation_before_the_first_step_is_asked_for_and_dealt_over_all_replicas() -> None:
+    assert EvaluationOrders(1, 2, True, 8, replicas=2).before("g") is None
+    assert EvaluationOrders(1, 2, True, 8, True, 2).before("g") == Evaluate(0, "g", 1, (0, 1))
+    assert [EvaluationOrders(r, 2, False, 8, True, 2).before("g") for r in (0, 1)] == [Evaluate(0, "g", 0, (0,)), None]
 
 
 # ---------------------------------------------------------------- how parts are joined

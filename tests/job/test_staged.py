@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import helixrt
 from helixrt.engines.staged import StagePlace, Stages
@@ -305,7 +306,7 @@ WRONG: dict[Callable[[], None], str] = {
     with_mode: "buffers with the mode mean or first",
     unlike_the_example: r"the input of a micro-batch is torch.float32 \[1, 2, 5\], and the graphs .* torch.float32 \[2, 5\]",
     changing(nn.Module.eval): r"the training mode of a module was changed \(train\(\) or eval\(\)\) after the graphs",
-    changing(lambda part: setattr(part[1], "p", 0.0)): r"chunk0\.1\.p was changed after the graphs of its part were captured",
+    changing(lambda part: setattr(part[1], "p", 0.0)): r"1\.p of chunk0 was changed after the graphs of its part were captured",
     changing(lambda part: part[0].weight.requires_grad_(False)): r"chunk0\.0\.weight\.requires_grad was changed",
     evaluated_too_early: "register the model before it is evaluated",
 }
@@ -457,6 +458,17 @@ def test_the_first_part_may_change_its_input_in_place() -> None:
         assert step.commit().committed
 
 
+class Calling(nn.Module):
+    """Uses what is none of its parts."""
+
+    def __init__(self, used: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.used = used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
 class Pair(nn.Linear):
     def forward(self, x: torch.Tensor) -> Any:
         return x, super().forward(x)
@@ -494,6 +506,20 @@ def test_a_loss_with_parameters_to_train_is_refused() -> None:
     loss = nn.ModuleDict({"head": nn.Linear(2, 2)})
     with pytest.raises(ConfigError, match="stages.loss=ModuleDict: has parameters to train, which no part has"):
         session_with(StageHost()).parallelize(staged(parts(1), loss=loss))
+
+
+@pytest.mark.parametrize("hidden", ["", "behind a checkpoint"])
+@pytest.mark.parametrize("where", ["part", "loss"])
+def test_what_parts_and_losses_train_without_having_it_is_named(where: str, hidden: str) -> None:
+    other = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def used(y: torch.Tensor) -> torch.Tensor:
+        return checkpoint(other, y, use_reentrant=True) if hidden else other(y)
+
+    modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), Calling(used))] if where == "part" else parts(1)
+    session, model = registered(modules=modules, **({"loss": lambda y, t: mse_loss(used(y), t)} if where == "loss" else {}))
+    with pytest.raises(MisuseError, match="the loss depends on parameter weight of a module Linear, .* not registered"):
+        next(trained_steps(session, model, 1))
 
 
 def test_parameters_of_two_types_are_refused() -> None:

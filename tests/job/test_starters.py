@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, Fatal
 from helixrt.job.mesh import Mesh
-from helixrt.job.starters import Place, place_of, starter
+from helixrt.job.starters import Place, check_before, note_again, place_of, starter
 
 SECRET = "a secret of the run"
 SOUND = {"HELIXRT_STORE": "host:1", "HELIXRT_REPLICA": "2", "HELIXRT_SECRET": SECRET}
@@ -88,7 +88,7 @@ MISSING = r"HELIXRT_REPLICA=: must be the number of the replica .*HELIXRT_REPLIC
 @pytest.mark.parametrize(
     ("variables", "mesh", "rule"),
     [
-        ({**SOUND, "HELIXRT_STORE": ""}, Mesh(), "HELIXRT_STORE=: is not set; start `helixrt serve"),
+        ({**SOUND, "HELIXRT_STORE": ""}, Mesh(), "HELIXRT_STORE=: is not set; for one run start `helixrt serve"),
         ({**SOUND, "HELIXRT_REPLICA": ""}, Mesh(), "HELIXRT_REPLICA=: must be the number of the replica"),
         ({**SOUND, "HELIXRT_REPLICA": "-1"}, Mesh(), "HELIXRT_REPLICA=-1: must be the number"),
         ({**SOUND, "HELIXRT_SECRET": ""}, Mesh(), "HELIXRT_SECRET=: is not set; set it, or HELIXRT_SECRET_FILE"),
@@ -119,3 +119,16 @@ MISSING = r"HELIXRT_REPLICA=: must be the number of the replica .*HELIXRT_REPLIC
 def test_a_missing_or_wrong_variable_is_named(variables: dict[str, str], mesh: Mesh, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         place_of(variables, mesh)
+
+
+def test_what_would_come_again_is_not_tried_again_by_the_same_torchrun(tmp_path: Path) -> None:
+    attempts = [{"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"attempt_{n}" / str(n) / "error.json")} for n in range(2)]
+    for attempt in attempts:
+        Path(attempt["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True)
+        check_before(attempt)
+    note_again("ModuleNotFoundError: No module named 'none'", attempts[0])
+    with pytest.raises(Fatal, match="not started again by torchrun, since this would come again: ModuleNotFoundError"):
+        check_before(attempts[1])
+    for without in ({}, {"TORCHELASTIC_ERROR_FILE": ""}):
+        note_again("of a process that torchrun has not started, or that has no such file", without)
+        check_before(without)

@@ -14,10 +14,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from helixrt.errors import ConfigError, Fatal, StartAgain
+from helixrt.errors import ConfigError, Fatal, MisuseError, StartAgain
+from helixrt.job.data_random import seed_generators
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.sampler import StreamSampler, stream_sampler
 from helixrt.job.stream import LENGTH_KEY, Stream, StreamSettings
@@ -395,25 +404,29 @@ def test_the_incomplete_last_group_is_said_once() -> None:
 def test_streams_of_unequal_length_are_refused_at_the_start() -> None:
     store = MemoryRunStore()
     Stream([1, 2, 3], StreamSettings(0), store)
-    with pytest.raises(ConfigError, match="loader=4 batches per epoch in stream 1/0: stream 0/0 has 3, and streams must"):
+    with pytest.raises(MisuseError, match="list: batches per epoch=4 in stream 1/0, and 3 in stream 0/0: all streams must"):
         Stream([1, 2, 3, 4], StreamSettings(1), store)
 
 
 def test_unequal_accumulation_is_refused_at_the_start() -> None:
     store = MemoryRunStore()
     Stream([1, 2, 3, 4], StreamSettings(0, 2), store)
-    with pytest.raises(ConfigError, match="accumulate=4: stream 0/0 has 2"):
+    with pytest.raises(MisuseError, match="list: accumulate=4 in stream 1/0, and 2 in stream 0/0"):
         Stream([1, 2, 3, 4], StreamSettings(1, 4), store)
 
 
 def test_unequal_lengths_that_are_found_at_the_end_of_an_epoch_are_refused() -> None:
     store = MemoryRunStore()
-    short = Stream(LOADERS["lines"](), StreamSettings(0), store)
+    short, longer = (Stream(DataLoader(Lines(), size), StreamSettings(r), store) for r, size in ((0, BATCH), (1, 2)))
+    list(longer.take(0))  # before a length is known
     for position in range(12):
         list(short.take(position))
     assert store.get(LENGTH_KEY) is not None
+    with pytest.raises(MisuseError, match="batches per epoch=22 in stream 1/0, and 11 in stream 0/0: all streams"):
+        for position in range(23):
+            list(longer.take(position))
     other = Stream(DataLoader(Lines(), 2), StreamSettings(1), store)
-    with pytest.raises(ConfigError, match="loader=more batches per epoch in stream 1/0: others have 11, and streams must have"):
+    with pytest.raises(MisuseError, match="batches per epoch=more than 11 in stream 1/0, and 11 in the others"):
         for position in range(23):
             list(other.take(position))
 
@@ -437,6 +450,25 @@ def test_accumulation_that_no_epoch_can_fill_is_refused(accumulate: int) -> None
 
 # ---------------------------------------------------------------- orders that are not reproducible
 
+class Own(Sampler[Any]):
+    """`order(n)` gives the numbers below n in any order."""
+
+    def __init__(self, order: Callable[[int], Any], held: object = None) -> None:
+        self.order, self.held = order, held
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order(ITEMS))
+
+    def __len__(self) -> int:
+        return ITEMS
+
+
+def fresh() -> torch.Generator:
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
 UNSEEDED: dict[str, Callable[[], Any]] = {
     "shuffle": lambda: DataLoader(Numbers(), BATCH, shuffle=True),
     "sampler": lambda: DataLoader(Numbers(), BATCH, sampler=RandomSampler(Numbers())),
@@ -445,7 +477,25 @@ UNSEEDED: dict[str, Callable[[], Any]] = {
         Numbers(), batch_sampler=torch.utils.data.BatchSampler(RandomSampler(Numbers()), BATCH, False)
     ),
     "stateful": lambda: StatefulDataLoader(Numbers(), BATCH, shuffle=True),
+    "own, by random": lambda: DataLoader(Numbers(), BATCH, sampler=Own(lambda n: random.Random().sample(range(n), n))),
+    "own, by NumPy": lambda: DataLoader(Numbers(), BATCH, sampler=Own(lambda n: numpy.random.default_rng().permutation(n))),
+    "own, by torch": lambda: DataLoader(Numbers(), BATCH, sampler=Own(lambda n: torch.randperm(n, generator=fresh()))),
+    "own batches": lambda: DataLoader(Numbers(), batch_sampler=Own(lambda n: torch.randperm(n, generator=fresh()).view(-1, 4))),
 }
+SEEDED: dict[str, Callable[[], Any]] = {
+    "by the process's numbers": lambda: Own(lambda n: random.sample(range(n), n)),
+    "by its own generator": lambda: Own(numpy.random.default_rng(3).permutation),
+    "cannot be copied": lambda: Own(lambda n: random.sample(range(n), n), (i for i in range(3))),
+}
+
+
+@pytest.mark.parametrize("kind", SEEDED)
+def test_an_own_order_that_follows_from_seeds_is_not_refused_or_changed(kind: str) -> None:
+    sampler = SEEDED[kind]()
+    stream = Stream(DataLoader(Numbers(), BATCH, sampler=sampler), StreamSettings(0), MemoryRunStore())
+    seed_generators(0, 1, 0)  # (seed, an epoch's begin, its number)
+    expected = list(SEEDED[kind]())
+    assert [int(i) for position in range(ITEMS // BATCH) for batch in stream.take(position) for i in batch] == expected
 
 
 @pytest.mark.parametrize("kind", sorted(UNSEEDED))

@@ -7,13 +7,15 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from helixrt.job.stuck import Limits, RankWatch, Stuck, Suspicion, complaint, excused, most_likely_stuck, observe
 from helixrt.job.watch import ProgressWatch
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.progress import EXCHANGE, LEADER, LOOP, MAIN, Progress, ProgressReport, ThreadReport
+from helixrt.replica.progress import COMPILE_S, COMPILES, EXCHANGE, LEADER, LOOP, MAIN, Progress, ProgressReport, ThreadReport
 from helixrt.replica.run_keys import progress_key, working_key
 from helixrt.replica.store import MemoryRunStore
 from helixrt.replica.work_page import NOT_WORKING, WorkPage, WorkWord, word_if_possible
@@ -387,6 +389,29 @@ def test_a_thread_that_waits_for_a_peer_is_known_by_where_it_waits() -> None:
     worker = threading.Thread(target=work)
     worker.start()
     until(lambda: any(t.waits_for_peer and "_wait_for_a_peer" in t.where for t in progress.report().threads))
+    ends.set()
+    worker.join(DEADLINE_S)
+
+
+def test_a_thread_that_compiles_has_time_for_it_and_the_usual_time_afterwards() -> None:
+    progress, compiled, ends = Progress(), threading.Event(), threading.Event()
+
+    def backend(module: Any, inputs: Any) -> Any:
+        assert compiled.wait(DEADLINE_S)
+        return module.forward
+
+    def work() -> None:
+        with progress.doing("work"):
+            torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+            _wait_for_a_peer(ends)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    (found,) = until(lambda: [t for t in progress.report().threads if t.doing == f"work/{COMPILES}"])
+    assert found.limit_s == COMPILE_S
+    compiled.set()
+    (then,) = until(lambda: [t for t in progress.report().threads if "_wait_for_a_peer" in t.where])
+    assert (then.doing, then.limit_s) == ("work", 0.0) and then.completed > found.completed
     ends.set()
     worker.join(DEADLINE_S)
 

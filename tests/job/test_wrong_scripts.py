@@ -60,6 +60,21 @@ def backward_before_a_batch() -> None:
         step.backward(summed(model, *batches()[0]))
 
 
+def skipped_after_backward() -> None:
+    session, model = ready()
+    for step in session.steps(batches(), until=2):
+        for x, y in step:
+            step.backward(summed(model, x, y))
+            step.skip()
+
+
+def no_loss() -> None:
+    session, _ = ready()
+    for step in session.steps(batches(), until=2):
+        for _ in step:
+            step.backward(None)  # type: ignore[arg-type]
+
+
 def own_backward() -> None:
     session, model = ready()
     for step in session.steps(batches(), until=2):
@@ -137,6 +152,22 @@ def frozen_later() -> None:
     for step in worked(session, model, until=3):
         step.commit()
         next(model.parameters()).requires_grad_(False)
+
+
+def group_added_later() -> None:
+    session, model = session_with(LocalHost()), tiny()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    session.register(model=model, optimizers=[optimizer])
+    session.update(lambda record: optimizer.step())
+    for step in worked(session, model, until=3):
+        step.commit()
+        optimizer.add_param_group({"params": model[0].parameters()})
+
+
+def something_else_frozen() -> None:
+    session, model = ready()
+    session.freeze(lambda step: [tiny()[0]])
+    next(worked(session, model, until=3))
 
 
 def nothing_registered() -> None:
@@ -223,6 +254,33 @@ def other_layout_on_one_replica() -> None:
 def top_level(session: Session) -> None: ...
 
 
+def log_without_a_name() -> None:
+    session, model = ready()
+    for step in worked(session, model, until=2):
+        session.log(step.commit().loss)  # type: ignore[arg-type]
+
+
+def scheduler_made_later() -> None:
+    session = session_with(LocalHost())
+    model = session.parallelize(tiny())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.register(model=model, optimizers=optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    for step in worked(session, model, until=2):
+        step.commit()
+
+
+def clip_norm_as_text() -> None:
+    session = session_with(LocalHost())
+    model = session.parallelize(tiny())
+    session.register(model=model, optimizers=torch.optim.SGD(model.parameters()), clip_norm="1")  # type: ignore[arg-type]
+
+
+def until_as_text() -> None:
+    session, _ = ready()
+    next(iter(session.steps(batches(), until="10")))  # type: ignore[arg-type]
+
+
 def lambda_as_train() -> None:
     helixrt.run(lambda session: None)
 
@@ -249,7 +307,13 @@ WRONG: dict[str, tuple[Callable[[], None], type[HelixError], str]] = {
         MisuseError,
         r"SGD\.step\(\) was called, and this optimizer is not registered",
     ),
-    "parameters frozen later": (frozen_later, MisuseError, r"parameter 0\.weight was frozen after it was registered"),
+    "parameters frozen later": (
+        frozen_later,
+        MisuseError,
+        r"parameter 0\.weight was frozen after it was registered.* in a function registered by session\.freeze",
+    ),
+    "group added later": (group_added_later, MisuseError, r"a parameter group was added.* registered by session\.freeze"),
+    "something else frozen": (something_else_frozen, MisuseError, r"session\.freeze returned something that no"),
     "layout differs between replicas": (
         other_layout_on_one_replica,
         MisuseError,
@@ -257,8 +321,8 @@ WRONG: dict[str, tuple[Callable[[], None], type[HelixError], str]] = {
     ),
     "loader longer on one rank": (
         longer_loader_on_one_rank,
-        ConfigError,
-        r"13 batches per epoch in stream 1/0: stream 0/0 has",
+        MisuseError,
+        r"batches per epoch=13 in stream 1/0, and \d+ in stream 0/0",
     ),
     "unseeded order": (unseeded_order, ConfigError, r"has an unseeded order; use sampler=session\.sampler"),
     "lambda as train": (lambda_as_train, ConfigError, r"is a lambda; ranks import it by its name"),
@@ -287,6 +351,8 @@ WRONG: dict[str, tuple[Callable[[], None], type[HelixError], str]] = {
         MisuseError,
         r"before a micro-batch was taken: `for batch in step:` comes first",
     ),
+    "skip after backward": (skipped_after_backward, MisuseError, r"step\.skip was called twice in micro-batch 1 of step 1"),
+    "no loss": (no_loss, MisuseError, r"the loss is a NoneType, not a tensor; .*call step\.skip\(\)"),
     "loss.backward": (own_backward, MisuseError, r"do not call loss\.backward\(\)|had 0 calls of step\.backward"),
     "micro-batches left": (micro_batches_left, MisuseError, r"step 1 was committed after 1 of 3 backwards"),
     "micro-batches twice": (micro_batches_twice, MisuseError, r"micro-batches of step 1 were iterated over before"),
@@ -294,6 +360,10 @@ WRONG: dict[str, tuple[Callable[[], None], type[HelixError], str]] = {
     "registered twice": (registered_twice, MisuseError, r"session\.register was called twice"),
     "steps twice": (steps_twice, MisuseError, r"session\.steps was called twice"),
     "log before commit": (log_before_commit, MisuseError, r"session\.log comes after step\.commit\(\)"),
+    "clip_norm as text": (clip_norm_as_text, ConfigError, r"clip_norm=1: must be a number or None, and is a str"),
+    "until as text": (until_as_text, ConfigError, r"until=10: must be an integer, and is a str"),
+    "log without a name": (log_without_a_name, MisuseError, r"session\.log takes \{name: number\}, not a float"),
+    "scheduler made later": (scheduler_made_later, MisuseError, r"by a scheduler that was made after session\.register"),
     "log of a vector": (log_of_a_vector, MisuseError, r"'x' is a Tensor; what is logged are numbers"),
 }
 

@@ -1,10 +1,15 @@
 """What a loss cost is figured from the flight records of those who saw it."""
 
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 
 from helixrt.observe.failures import Failure, Loss, births, failures, replica_of
 from helixrt.observe.timeline import timeline, typical_step
-from helixrt.record import Event, Kind
+from helixrt.record import BoundedSink, Event, Kind, read_events, shrink_life
 
 
 def event(kind: Kind, rank: str, step: int, at_s: float, begin_s: float | None = None, **detail: object) -> Event:
@@ -130,3 +135,101 @@ def test_lives_are_told_apart_by_their_ranks_starts() -> None:
     starts = [("r1.pp0", 0, 1.0), ("r1.pp1", 0, 2.0), ("r1.pp1", 0, 50.0), ("r1.pp0", 0, 51.0), ("r1.pp0", 1, 60.0)]
     events = [event(Kind.RANK_START, rank, 0, at_s, incarnation=incarnation) for rank, incarnation, at_s in starts]
     assert births(events) == [(0, 1.0), (0, 50.0), (1, 60.0)]
+
+
+@dataclass
+class Drawn:
+    """What a generator of a run knows of a loss: none of it is read from events."""
+
+    loss: Loss
+    lost_s: float
+    detected_s: float
+    stalled_s: float
+    rejoined_s: float | None = None
+
+
+def drawn_run(chance: random.Random) -> tuple[list[Event], list[Drawn]]:
+    """Steps of equal length; in some, one or two replicas are lost, and the survivors need longer. A lost one starts again,
+    fetches for a while, and may be lost again meanwhile."""
+    replicas, ranks, usual_s = chance.choice((2, 3, 4)), chance.choice((1, 2)), chance.uniform(0.05, 1.0)
+    lives, truth, events = [0] * replicas, [], []
+    back_s = [0.0] * replicas  # when it is ready to contribute
+    born_s: list[float] = [0.0] * replicas  # of the present life, perhaps later than now
+
+    def tell(kind: Kind, replica: int, step: int, at_s: float, **detail: object) -> None:
+        events.extend(event(kind, f"r{replica}.pp{rank}", step, at_s, **detail) for rank in range(ranks))
+
+    def lose(replica: int, at_s: float, detected_s: float, stalled_s: float) -> None:
+        truth.append(Drawn(Loss(replica, lives[replica], at_s + 0.001, "signal 9"), at_s, detected_s, stalled_s))
+        lives[replica] += 1
+        born_s[replica] = at_s + chance.uniform(0.1, 4.0)
+        back_s[replica] = born_s[replica] + chance.uniform(0.01, 3.0)
+        tell(Kind.RANK_START, replica, 0, born_s[replica], incarnation=lives[replica])
+
+    for replica in range(replicas):
+        tell(Kind.RANK_START, replica, 0, -1.0, incarnation=0)
+    now_s = 0.0
+    for step in range(1, 200):
+        ready = [replica for replica in range(replicas) if back_s[replica] <= now_s]
+        there = [replica for replica in range(replicas) if born_s[replica] <= now_s]
+        for drawn in truth:
+            if drawn.rejoined_s is None and drawn.loss.replica in ready and drawn.loss.incarnation < lives[drawn.loss.replica]:
+                drawn.rejoined_s = now_s
+        for replica in ready:
+            tell(Kind.QUORUM, replica, step, now_s, members=there, contributors=ready)
+            tell(Kind.WORK_BEGIN, replica, step, now_s + usual_s / 100)
+        lost = chance.sample(ready, min(len(ready) - 1, chance.choice((1, 1, 2)))) if chance.random() < 0.05 else []
+        stalled_s = chance.uniform(0.0, 5.0) if lost else 0.0
+        end_s = now_s + usual_s + stalled_s
+        begun = [now_s + chance.uniform(0.02, 0.5) * usual_s for _ in lost]
+        detected_s = chance.uniform(max(begun, default=now_s), end_s)
+        for replica in ready:
+            if replica not in lost:
+                if lost:
+                    tell(Kind.EXCHANGE_FAILED, replica, step, detected_s, reason="peer gone")
+                tell(Kind.COMMIT, replica, step, end_s)
+        for replica, at_s in zip(lost, begun, strict=True):
+            tell(Kind.OPERATION, replica, step, at_s, op="F", chunk=0, microbatch=0)
+            lose(replica, at_s, detected_s, stalled_s)
+        now_s = end_s
+    return events, truth
+
+
+@pytest.mark.parametrize("draw", range(40))
+def test_figures_are_those_that_the_generator_of_a_run_knows(draw: int) -> None:
+    events, truth = drawn_run(random.Random(draw))
+    found = failures(events, [drawn.loss for drawn in truth])
+    assert len(found) == len(truth)
+    for failure, drawn in zip(found, sorted(truth, key=lambda drawn: drawn.lost_s), strict=True):
+        assert (failure.replica, failure.lost_s) == (drawn.loss.replica, drawn.lost_s)
+        assert failure.detected_after_s == pytest.approx(drawn.detected_s - drawn.lost_s)
+        assert failure.survivors_stalled_s == pytest.approx(drawn.stalled_s, abs=0.011)
+        back_s = None if drawn.rejoined_s is None else drawn.rejoined_s - drawn.lost_s
+        assert failure.rejoined_after_s == (None if back_s is None else pytest.approx(back_s))
+
+
+@pytest.mark.parametrize("draw", range(10))
+def test_where_records_were_shrunk_a_stall_is_true_or_not_told_and_a_return_is_true(tmp_path: Path, draw: int) -> None:
+    events, truth = drawn_run(random.Random(draw))
+    lives: dict[str, list[list[Event]]] = defaultdict(list)
+    for told in sorted(events, key=lambda told: told.end_s):
+        if told.kind is Kind.RANK_START:
+            lives[told.rank].append([])
+        lives[told.rank][-1].append(told)
+    for path, own in ((tmp_path / f"{rank}.inc{n}.jsonl", own) for rank in lives for n, own in enumerate(lives[rank])):
+        sink = BoundedSink(path, 1 << 20)
+        for told in own:
+            sink(told)
+        sink.close()
+        shrink_life(path, 1_000)
+    left = [told for path in tmp_path.iterdir() for told in read_events(path)]
+    assert len(left) < 0.8 * len(events)
+    found = failures(left, [drawn.loss for drawn in truth])
+    of = {replica: [failure for failure in found if failure.replica == replica] for replica in range(4)}
+    pairs = [(of[drawn.loss.replica].pop(0), drawn) for drawn in sorted(truth, key=lambda drawn: drawn.lost_s)]
+    stalls = [(failure.survivors_stalled_s, drawn.stalled_s) for failure, drawn in pairs]
+    assert all(told is None or told == pytest.approx(true, abs=0.011) for told, true in stalls), stalls
+    assert not pairs or any(told is not None for told, _ in stalls)
+    for failure, drawn in pairs:
+        back_s = None if failure.rejoined_after_s is None else failure.lost_s + failure.rejoined_after_s
+        assert back_s == (None if drawn.rejoined_s is None else pytest.approx(drawn.rejoined_s))

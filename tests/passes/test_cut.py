@@ -22,7 +22,7 @@ from helixrt.passes.cut import CutModel, cut
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.executable import Executable
 from helixrt.passes.parts import Part, Port, Role
-from helixrt.passes.seeding import SEED, mixed, seed_of
+from helixrt.passes.seeding import SEED, mixed, order_of, seed_of
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.weave import alternating, weave
 from helixrt.pipeline.graph_stage import ChunkGraphs
@@ -38,6 +38,15 @@ Calls = list[tuple[tuple[Any, ...], dict[str, torch.Tensor], Any]]  # args, kwar
 
 
 # ------------------------------------------------------------------------------------------------ two ways to train
+
+
+def draws(made: CutModel) -> dict[int, set[int]]:
+    """By the number of each random operator, the chunks that run it."""
+    found: dict[int, set[int]] = {}
+    for chunk in made.chunks:
+        for order in filter(lambda order: order is not None, map(order_of, chunk.part.graph.nodes)):
+            found.setdefault(order, set()).add(chunk.number)
+    return found
 
 
 class Reseeding(TorchDispatchMode):
@@ -194,8 +203,8 @@ def test_gpt2_with_dropout_padding_and_a_tied_head() -> None:
     names = [f"transformer.h.{layer}" for layer in range(LAYERS)]
     made = check_cuts(model, joint, calls, {1: (), 2: names[2:3], 4: names[1:], 6: range(1, 6)})
     (tie,) = made[4].ties
-    assert (tie.name, tie.chunks, tie.terms) == ("transformer.wte.weight", (0, 3), (0, 3)) and not made[1].ties
-    assert [draw.order for draw in made[4].draws] == list(range(1 + 3 * LAYERS))
+    assert (tie.name, tie.chunks) == ("transformer.wte.weight", (0, 3)) and not made[1].ties
+    assert sorted(draws(made[4])) == list(range(1 + 3 * LAYERS))
     assert [chunk.layers for chunk in made[2].chunks] == [(0, 1), (2, 3)]
     assert [chunk.first for chunk in made[4].chunks] == ["", *names[1:]]
     hidden = (ROWS, SEQ, 8)
@@ -300,7 +309,7 @@ def test_buffers_losses_with_parameters_and_shared_random_masks(tower: Any) -> N
     first, *others = made[4].chunks
     assert {each.port.name for each in first.inputs} == {"0"}
     assert all(Port(Role.INPUT, cutting.MODEL_0) in {each.port for each in chunk.inputs} for chunk in others[:-1])
-    assert made[4].draws[0].chunks == (0, 1, 2, 3) and len(made[4].draws) == 1 + LAYERS
+    assert draws(made[4])[0] == {0, 1, 2, 3} and len(draws(made[4])) == 1 + LAYERS
     assert first.changed == tuple(f"blocks.0.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked"))
     assert {"loss.linear.weight", "loss.linear.bias"} <= set(others[-1].gradients)
 
@@ -355,7 +364,7 @@ def test_layers_that_are_computed_again() -> None:
     calls: Calls = [((torch.randn(4, 8, dtype=torch.float64),), {}, None) for _ in range(MICROBATCHES)]
     joint = capture(model, calls[0][0])
     whole = cut(joint)
-    assert len(whole.draws) == LAYERS
+    assert len(draws(whole)) == LAYERS
     expected = piecewise(whole, lasting_of(model), calls)
     for boundaries in ((3,), (2, 3, 4)):
         made = cut(joint, boundaries)
@@ -443,7 +452,7 @@ class Strange(nn.Module):
 
 
 REFUSED = {
-    "shared": "layers.0 needs a value of layers.1, so that layers do not run in their order",
+    "shared": "layers.0 runs again after layers.1, as a layer that is used several times.* train this model with pp=1",
     "two": "besides the hidden state .*, layers of later chunks need",
     "counts": "the buffer 'seen', which forward changes, is used in chunks",
 }
@@ -471,10 +480,49 @@ def test_models_without_layers_or_loss() -> None:
         cut(capture(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), (torch.randn(2, 3),)), (1,))
 
 
+class Low(nn.Module):
+    """A layer with an adapter, whose names have capitals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.lora_A, self.lora_B = nn.Linear(4, 4), nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + 2 * self.lora_B(self.lora_A(x)))
+
+
+class Forwarding(nn.Module):
+    """A model whose attributes a wrapper gives, as PEFT's do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base_model(x)
+
+
+def test_adapters_in_a_wrapper_are_cut() -> None:
+    model = Forwarding(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), *(Low() for _ in range(3))))
+    x, target = torch.randn(2, 4), torch.randn(2, 4)
+    made = cut(capture(model, (x,), loss=F.mse_loss, target=target), ("base_model.2",))
+    for chunk, numbers in zip(made.chunks, ((1,), (2, 3)), strict=True):
+        whole = whole_backward(split(chunk.part))
+        names = {f"base_model.{number}.lora_{which}.weight" for number in numbers for which in "AB"}
+        assert {port.name for port in whole.outputs if port.role is Role.GRADIENT} == names
+
+
 def test_a_frozen_beginning_is_refused() -> None:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
     model[0].requires_grad_(False)
     joint = capture(model, (torch.randn(2, 3),), loss=F.mse_loss, target=torch.randn(2, 3))
-    with pytest.raises(CaptureError, match="nothing crosses backward between chunks 0 and 1"):
+    with pytest.raises(CaptureError, match="the cut before 1: .* all parameters before it are frozen"):
         cut(joint, ["1"])
     assert len(cut(joint, ["2"]).chunks) == 2

@@ -241,7 +241,7 @@ class Flexible(nn.Module):
 
 def test_flex_attention_does_not_become_dense_attention() -> None:
     x = torch.randn(1, 2, 128, 8)
-    with pytest.raises(CaptureError, match="in a captured graph runs uncompiled.*\n.*scaled_dot_product_attention"):
+    with pytest.raises(CaptureError, match="in a captured graph runs uncompiled.*scaled_dot_product_attention"):
         capture(Flexible(), (x,))
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="flex_attention in a captured graph runs uncompiled"):

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 
-from helixrt.emulate.strands import Make, transformer
 from helixrt.errors import ConfigError
 from helixrt.passes.baselines import BASELINES
 from helixrt.passes.operators import COMMUNICATION, Kind, Operator, Overlap
 from helixrt.passes.pair import CLOSE, Pairing, Rules, baseline, pair
 from helixrt.passes.search import Problem, issue_order, search
 from helixrt.passes.segment import segments, steps
-from helixrt.passes.sequence import candidates, captured, layer_ranks, layers_ahead
+from helixrt.passes.sequence import candidates, captured, layer_ranks
 from helixrt.passes.timing import Place, Slowdowns, bound_us, check_order, collective_of, simulate, work_us
+from tests.passes.strand_pairs import Make, even, transformer
 
-PERFECT = Overlap.even(1.0)
+PERFECT = even(1.0)
 RATIOS = (0.25, 0.5, 1.0)
 
 
@@ -47,6 +48,26 @@ def random_strand(seed: int, layers: int = 2, *, backwards: bool = False) -> tup
 
 
 Strand = tuple[Operator, ...]
+
+
+def layers_ahead(forward: Strand, backward: Strand, order: Sequence[tuple[int, int]]) -> int:
+    """By how many layers the forward is at most ahead of what the backward has released, in an order of both
+    ((strand, operator), strand 0 the forward). A layer is released when its last operator has been issued."""
+    begun_by, ended_by = layer_ranks(forward), layer_ranks(backward)
+    left = [0] * (max(ended_by, default=-1) + 1)
+    for rank in ended_by:
+        left[rank] += 1
+    begun = released = most = 0
+    for strand, index in order:
+        if strand == 0:
+            begun = max(begun, begun_by[index] + 1)
+            if released < len(left):
+                most = max(most, begun - released)
+        else:
+            left[ended_by[index]] -= 1
+            while released < len(left) and not left[released]:
+                released += 1
+    return most
 
 
 def random_pair(seed: int, forward: int = 2, backward: int = 2) -> tuple[Strand, Strand]:
@@ -156,7 +177,7 @@ def test_pairing_is_nearer_to_the_unbounded_search_than_the_simpler_policies(fac
     lost_us = lost_by_baselines_us = 0.0
     for seed in range(15):
         forward, backward = random_pair(seed + 200, 3, 3)
-        overlap = Overlap.even(factor)
+        overlap = even(factor)
         best_us, _ = exact(forward, backward, overlap)
         lost_us += pair(forward, backward, overlap).predicted_us - best_us
         lost_by_baselines_us += best_baseline_us(forward, backward, overlap) - best_us
@@ -168,7 +189,7 @@ def test_pairing_is_nearer_to_the_unbounded_search_than_the_simpler_policies(fac
 @pytest.mark.parametrize("factor", (1.0, 0.6, -0.3))
 def test_never_slower_than_any_policy_and_every_rule_kept(seed: int, factor: float) -> None:
     forward, backward = random_pair(seed + 300, 4, 4)
-    overlap = Overlap.even(factor)
+    overlap = even(factor)
     found = pair(forward, backward, overlap)
     for policy in BASELINES:
         other = baseline(policy, forward, backward, overlap)

@@ -23,7 +23,7 @@ from helixrt.passes.capture import capture
 from helixrt.passes.classify import Time, distinct, operators, strand
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.groups import Group
-from helixrt.passes.operators import Operator, Overlap
+from helixrt.passes.operators import Operator
 from helixrt.passes.pair import Rules, baseline, pair
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.sequence import candidates
@@ -31,6 +31,7 @@ from helixrt.passes.split import split, whole_backward
 from helixrt.passes.timing import BACKWARD, FORWARD, Place
 from helixrt.passes.weave import weave
 from helixrt.pipeline.strands import planned
+from tests.passes.strand_pairs import even
 
 NAME = "draws-in-order"
 GROUPS = {NAME: Group((1, 1), "gloo")}  # said to be on two hosts: there is something to hide
@@ -128,7 +129,7 @@ def test_pairings_give_the_bits_of_one_strand_after_the_other(
 ) -> None:
     forward, backward = halves
     strands = timed_by(forward, 2 * seed), timed_by(backward, 2 * seed + 1)
-    overlap, rules = Overlap.even(1.0), Rules(labels=500)
+    overlap, rules = even(1.0), Rules(labels=500)
     found = pair(*strands, overlap, rules) if policy == "helix" else baseline(policy, *strands, overlap, rules)
     woven = weave(forward, backward, found.order)
     torch.manual_seed(5)

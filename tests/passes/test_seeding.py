@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -27,6 +28,51 @@ def test_an_operator_draws_from_seed_and_number_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(mixed(int(seed), 1))
     assert torch.equal(found[1], torch.native_dropout(x, 0.5, True)[0])
+
+
+aten = torch.ops.aten
+DRAWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "rand": (aten.rand.default, ([33],)),
+    "randn": (aten.randn.default, ([33],)),
+    "randint": (aten.randint.low, (3, 9, [33])),
+    "randperm": (aten.randperm.default, (33,)),
+    "rand_like": (aten.rand_like.default, (torch.ones(4, 9).T,)),
+    "bernoulli": (aten.bernoulli.p, (torch.ones(33), 0.3)),
+    "normal": (aten.normal_functional.default, (torch.ones(33), 1.0, 2.0)),
+    "multinomial": (aten.multinomial.default, (torch.ones(33), 7)),
+    "dropout": (aten.native_dropout.default, (torch.rand(4, 9).T, 0.3, True)),
+    "dropout of all": (aten.native_dropout.default, (torch.rand(9), 1.0, None)),
+    "no dropout": (aten.native_dropout.default, (torch.rand(9), 0.3, False)),
+}
+
+
+@pytest.mark.parametrize("case", DRAWS)
+def test_an_operator_draws_what_it_draws_after_manual_seed(case: str) -> None:
+    drawn, arguments = DRAWS[case]
+    seed, cpu = seed_of(5), torch.device("cpu")
+    before = torch.get_rng_state()
+    found = seeded_operator(drawn)(seed, 4, cpu, *arguments)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(mixed(int(seed), 4))
+    expected = drawn(*arguments)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def test_a_thread_that_draws_meanwhile_gets_its_own_numbers() -> None:
+    """As a loader that works ahead in a thread does: it draws from the process's generator."""
+    seed, cpu, x = seed_of(5), torch.device("cpu"), torch.ones(1000)
+    operators = [seeded_operator(DRAWS[case][0]) for case in ("dropout", "bernoulli")]
+    torch.manual_seed(1)
+    expected = torch.cat([torch.rand(1) for _ in range(20_000)])
+    torch.manual_seed(1)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.extend(torch.rand(1) for _ in range(20_000)))
+    thread.start()
+    while thread.is_alive():
+        for operator in operators:
+            operator(seed, 1, cpu, x, 0.5, *((True,) if operator is operators[0] else ()))
+    thread.join()
+    assert torch.equal(torch.cat(found), expected)
 
 
 def test_seeds_differ_by_any_number() -> None:

@@ -9,8 +9,9 @@ import pytest
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.operators import Kind, Operator, Overlap
 from helixrt.passes.timing import bound_us, simulate
+from tests.passes.strand_pairs import even
 
-PERFECT = Overlap.even(1.0)
+PERFECT = even(1.0)
 
 
 def compute(time: float, *needs: int) -> Operator:
@@ -50,19 +51,19 @@ def test_launching_keeps_the_processor() -> None:
 
 @pytest.mark.parametrize("factor", (1.0, 0.5, 0.0, -0.4))
 def test_two_started_together_take_what_equation_one_says(factor: float) -> None:
-    overlap = Overlap.even(factor)
+    overlap = even(factor)
     for first, second in ((4.0, 7.0), (7.0, 4.0), (5.0, 5.0)):
         one, other = compute(first), send(second)
-        assert total([other, one, wait(0)], overlap) == pytest.approx(overlap.together_us(one, other))
+        assert total([other, one, wait(0)], overlap) == pytest.approx(first + second - factor * min(first, second))
 
 
 def test_slow_overlap_ends_where_the_collective_does() -> None:
     # 4 us of each proceed together at half speed in 8 us; then 6 us of compute are left.
-    assert total([send(4.0), compute(10.0), wait(0)], Overlap.even(0.0)) == pytest.approx(14.0)
+    assert total([send(4.0), compute(10.0), wait(0)], even(0.0)) == pytest.approx(14.0)
 
 
 def test_lanes_slow_each_other_while_the_processor_waits() -> None:
-    overlap = Overlap.even(0.5)
+    overlap = even(0.5)
     assert total([send(4.0), send(4.0, kind=Kind.INTER), wait(0), wait(1)], overlap) == pytest.approx(6.0)
 
 
@@ -81,7 +82,7 @@ def test_bad_orders_are_named() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_no_order_beats_the_bound(seed: int) -> None:
     rng = random.Random(seed)
-    overlap = Overlap.even(rng.choice((1.0, 0.8, 0.5, 0.2, -0.2)))
+    overlap = even(rng.choice((1.0, 0.8, 0.5, 0.2, -0.2)))
     operators: list[Operator] = []
     for _ in range(10):
         needs = tuple(n for n in range(len(operators)) if rng.random() < 0.15 and operators[n].kind is not Kind.INTRA

@@ -31,7 +31,8 @@ from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Op, Schedule
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk, build_chunks
-from helixrt.train.models.parallel import ParallelGroups, layouts, own_part, reduce_gradients
+from helixrt.train.models.parallel import ParallelGroups, layouts, own_part
+from tests.train.whole_tensors import reduce_gradients
 
 ROWS, DIM, MICROBATCHES = 4, 6, 4
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from helixrt.passes.errors import DisagreementError
-from helixrt.passes.operators import Kind, Operator, Overlap
+from helixrt.passes.operators import Kind, Operator
 from helixrt.passes.pair import Pairing, pair
 from helixrt.pipeline import shared_plan
 from helixrt.pipeline.shared_plan import planned_by_first
+from tests.passes.strand_pairs import even
 
 FORWARD = (Operator("a", Kind.COMPUTE, 5.0), Operator("b", Kind.INTER, 9.0, (0,)), Operator("w", Kind.WAIT, 0.0, (1,)))
 BACKWARD = (Operator("c", Kind.INTER, 4.0), Operator("v", Kind.WAIT, 0.0, (0,)), Operator("d", Kind.COMPUTE, 7.0, (1,)))
-STRANDS, OVERLAP = (FORWARD, BACKWARD), Overlap.even()
+STRANDS, OVERLAP = (FORWARD, BACKWARD), even(1.0)
 
 
 @pytest.mark.system

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from helixrt.protocol.step import messages as p
-from helixrt.protocol.step.batches import LOOK_BACK, BatchRules, BatchWatch, combined, of_record
+from helixrt.protocol.step.batches import LOOK_BACK, PARTIAL, BatchRules, BatchWatch, combined, of_record
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member, StepRules
@@ -52,12 +52,13 @@ def test_two_streams_that_give_the_same_are_refused_after_eight_positions(advanc
     assert watch.said() == ""
 
 
-@pytest.mark.parametrize("why", ["allowed", "one differs", "other positions", "one was away", "constant"])
+@pytest.mark.parametrize("why", ["allowed", "one differs", "other positions", "one was away", "constant", "not all is known"])
 def test_streams_that_are_alike_for_another_reason_are_not_refused(why: str) -> None:
     rules = BatchRules((0,), same=why == "allowed")
     watch, said = BatchWatch(rules, 1), []
     for step in range(1, 4 * LOOK_BACK):
         digest = 7 if why == "constant" else step
+        digest |= PARTIAL if why == "not all is known" else 0
         other = 1000 if why == "one differs" and step % LOOK_BACK == 0 else digest
         now = record(step, 1 if why == "one was away" and step % LOOK_BACK == 0 else 2)
         if why == "other positions":

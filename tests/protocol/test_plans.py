@@ -9,13 +9,14 @@ from functools import partial
 
 import pytest
 
-from helixrt.emulate.plans import ELEMENT, run_plans
+from helixrt.emulate.plans import ELEMENT
 from helixrt.errors import ConfigError
 from helixrt.protocol.collective.algorithms import chain, choice, direct, halving, ring
 from helixrt.protocol.collective.algorithms.choice import Algorithm, choose
 from helixrt.protocol.collective.algorithms.layout import Tuning, grid_of_blocks, grid_of_whole
 from helixrt.protocol.collective.plan import Copy, Plan, Receive, Reduce, Region, Send, Space
-from helixrt.protocol.collective.plan_check import PlanError, check
+from tests.protocol.plan_check import PlanError, check
+from tests.protocol.run_plans import run_plans
 
 SMALL = Tuning(chunk_bytes=128, chunks=2, least_chunk_bytes=64, direct_bytes=0, two_step_bytes=0, halving_bytes=0)
 LENGTHS = (0, 1, 7, 8, 9, 33, 100, 257)  # elements: none, fewer than ranks, odd, several partitions

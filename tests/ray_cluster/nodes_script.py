@@ -2,6 +2,7 @@
 
 Three replicas of one rank train until the file `stop` is in SIGNS. Each leaves its host's address and its process there.
 CHECKPOINT_EVERY in the environment: steps between two checkpoints; none by default.
+AWAY_S: how long the ranks train on without a driver.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 import helixrt
+from helixrt.job.config import JobConfig
 
 STORAGE, SIGNS = Path(sys.argv[1]), Path(sys.argv[2])
 
@@ -39,7 +41,8 @@ def train(session: helixrt.Session) -> None:
 
 if __name__ == "__main__":
     every = int(os.environ.get("CHECKPOINT_EVERY", "0"))
-    options = helixrt.RunOptions(step_timeout_s=30.0, checkpoint_every=every, restarts=10)
+    base = JobConfig(driver_away_s=float(os.environ.get("AWAY_S", "-1")))
+    options = helixrt.RunOptions(step_timeout_s=30.0, checkpoint_every=every, restarts=10, base=base)
     (SIGNS / f"driver.process.{os.getpid()}").touch()
     resume = sys.argv[3] if len(sys.argv) > 3 else None
     result = helixrt.run(train, replicas=3, storage=STORAGE, seed=1, options=options, launcher="ray", resume=resume)

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,31 @@ def test_the_driver_of_a_job_is_killed_and_the_next_job_attaches_to_its_ranks(ra
     assert f"ended at step {records[-1].step} of {records[-1].hash}" in second.said()
 
     second.until(all_given_back, "the return of what the run had reserved")
+
+
+@pytest.mark.parametrize("how", ["the stop of the job", "SIGTERM", "SIGTERM twice", "the stop of the job, without a keeper"])
+def test_what_ends_the_driver_of_a_job_ends_the_run_with_its_state_saved(how: str, ray_head: Any, tmp_path: Path) -> None:
+    """Its actors get no signal. Ray tells no exit code of a job that it has stopped."""
+    away = {"AWAY_S": "0"} if "without" in how else {}
+    job = Job(ray_head, tmp_path, CHECKPOINT_EVERY="100000", RAY_JOB_STOP_WAIT_TIME_S="120", **away)
+    job.until(lambda: job.step() >= 5, "a few steps")
+    (driver,) = job.processes("driver")
+    if how.startswith("the stop"):
+        job.client.stop_job(job.id)
+    else:
+        os.kill(driver, signal.SIGTERM)
+    if how.endswith("twice"):
+        job.until(lambda: "SIGTERM to the driver" in job.said(), "the departure")
+        with suppress(ProcessLookupError):
+            os.kill(driver, signal.SIGTERM)
+    job.until(job.ended, "the end of the job")
+    assert job.client.get_job_info(job.id).driver_exit_code == (None if how.startswith("the stop") else 143), job.said()
+    assert "the run was ended by SIGTERM after step " in job.said()
+    if not how.endswith("twice"):
+        assert f"after step {job.step()}; its newest checkpoint is of step {job.step()}\n" in job.said()
+        assert (tmp_path / "storage" / "latest" / "report.json").exists()
+    job.until(all_given_back, "the return of what the run had reserved")
+    assert kept_run(tmp_path / "storage" / "latest") is None, "the keeper has ended"
 
 
 def all_given_back() -> bool:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from helixrt.protocol.step.lineage import audit
+from tests import programs
 from tests.job.lineage_oracle import chain, reported
+from tests.job.test_train_function import MAIN_SCRIPT, check_main_script
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
@@ -22,11 +24,11 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400.0  # half a minute on a machine with nothing else to do
 
 
-def submitted(ray_head: Any, folder: Path, case: str) -> tuple[int, str]:
+def submitted(ray_head: Any, folder: Path, case: str, script: str | Path = "session_script.py") -> tuple[int, str]:
     """Submit the script in a working directory of its own; the job's exit code and output."""
     from ray.job_submission import JobSubmissionClient
 
-    shutil.copy(Path(__file__).with_name("session_script.py"), folder / "train.py")
+    shutil.copy(Path(__file__).parent / script, folder / "train.py")
     client = JobSubmissionClient(ray_head.dashboard)
     environment = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     job = client.submit_job(
@@ -69,3 +71,11 @@ def test_a_wrong_script_ends_with_its_reason(case: str, reason: str, ray_head: A
     code, said = submitted(ray_head, tmp_path, case)
     assert code == 1 and re.search(reason, said), said
     assert "restarted" not in said
+
+
+def test_a_rank_has_the_script_as_plain_python_has_it(ray_head: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    programs.succeeded(MAIN_SCRIPT, "write", tmp_path / "out")
+    code, said = submitted(ray_head, tmp_path, "run", MAIN_SCRIPT)
+    assert code == 0, said
+    check_main_script(tmp_path / "out", None)

@@ -1,15 +1,13 @@
-"""The digest of a state: the same bytes whatever the layout, a part of a tensor at a time."""
+"""The digest of a whole state: of the same bytes whatever the layout, and of each entry."""
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterable
 
-import pytest
 import torch
 
-from helixrt.replica import state_shards
 from helixrt.replica.contracts import State
-from helixrt.replica.state_shards import digest
+from helixrt.replica.state_digest import digest
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -25,27 +23,31 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def whole(tensors: dict[str, torch.Tensor], beginning: str) -> str:
-    found = hashlib.sha256()
-    for name in sorted(name for name in tensors if name.startswith(beginning)):
-        tensor = tensors[name].contiguous().clone(memory_format=torch.contiguous_format)
-        raw = tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-        found.update(name.encode() + raw)
-    return found.hexdigest()
-
-
-@pytest.mark.parametrize("most_bytes", [1, 4, 16, 40, 1 << 20])
-def test_a_digest_is_of_all_bytes_and_copies_few_at_a_time(most_bytes: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    pieces = state_shards._pieces
-
-    def watched(tensor: torch.Tensor, most: int = most_bytes) -> object:
-        for piece in pieces(tensor, most_bytes):
-            sizes.append(len(piece))
-            yield piece
-
-    monkeypatch.setattr(state_shards, "_pieces", watched)
+def test_a_digest_is_of_all_bytes_in_their_logical_order(seed: int) -> None:
     made = tensors(seed)
-    found = digest(State(made))
-    assert (found.parameters, found.state) == (whole(made, "parameter/"), whole(made, ""))
-    assert max(sizes) <= max(most_bytes, 8)
+    found = digest(State(made), entries=True)
+    copied = {name: made[name].clone(memory_format=torch.contiguous_format) for name in reversed(made)}
+    assert digest(State(copied)) == digest(State(made)) and found.state == digest(State(made)).state
+    assert [name for name, _ in found.entries] == list(made)
+    for name, tensor in copied.items():
+        before = tensor.clone()
+        if tensor.numel():
+            tensor.view(-1).view(torch.uint8)[-1] ^= 1
+        changed = digest(State(copied), entries=True)
+        assert {one for one, other in zip(found.entries, sorted_as(changed.entries, made), strict=True) if one != other} == (
+            {(name, dict(found.entries)[name])} if tensor.numel() else set()
+        )
+        assert (changed.state != found.state) == bool(tensor.numel())
+        assert (changed.parameters != found.parameters) == name.startswith("parameter/")
+        tensor.copy_(before)
+
+
+def sorted_as(entries: tuple[tuple[str, int], ...], names: Iterable[str]) -> list[tuple[str, int]]:
+    return [(name, dict(entries)[name]) for name in names]
+
+
+def test_names_and_shapes_belong_to_it() -> None:
+    ones = torch.ones(4, 2)
+    states = [{"parameter/a": ones}, {"parameter/b": ones}, {"parameter/a": ones.view(2, 4)}]
+    assert len({digest(State(each)).state for each in states}) == 3
+    assert digest(State({"parameter/a": ones}, {"lr": 0.1})).state != digest(State({"parameter/a": ones}, {"lr": 0.2})).state

@@ -26,7 +26,7 @@ from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.state_shards import digest
+from helixrt.replica.state_digest import digest
 from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
 from tests.replica.stand_ins import Alone, Gated

@@ -70,10 +70,10 @@ def test_the_outcome_of_an_order_is_its_update(rank: Driven, plain_engine: Calla
     order = rank.work()
     assert (order.step, order.position) == (1, 0)
     rank.exchanged(1)
-    rank.tell(Evaluate(0, 3), p.Apply(FIRST))
+    rank.tell(Evaluate(3), p.Apply(FIRST))
     done = rank.worker.outcome(order)
     assert done is not None and done.record is FIRST and done.update is not None and done.work is not None
-    assert rank.evaluated == [Evaluate(0, 3)]  # commands are carried out in their order on the way
+    assert rank.evaluated == [Evaluate(3)]  # commands are carried out in their order on the way
     alone = plain_engine(batch, vocab=16, seed=0)
     alone.run(0, lambda bucket: None)
     alone.apply(dataclasses.replace(FIRST, contributors=((0, 0),)), alone.buckets)  # twice the sum, divided by two

@@ -16,6 +16,7 @@ from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
+from helixrt.replica import live_bytes
 from helixrt.replica.commands import Broken, Channel, Evaluate, Exit, LoadDurable, LoadedDurable, RankReport
 from helixrt.replica.contracts import FetchReport, RunStore, Shard, State, layout_of
 from helixrt.replica.layout_book import KEPT, LayoutBook
@@ -99,8 +100,7 @@ def test_replaced_work_is_run_all_the_same_as_other_stages_may_have_begun_it(ran
     until(lambda: rank.reports)
     assert rank.worked == [0, 1, 2] and rank.reports == [p.RankDone(1, 0)]
     expected = rank.engine.buckets[0]
-    reduced = rank.worker.reduced.newest
-    assert reduced is not None and torch.equal(reduced[0], expected)
+    assert torch.equal(rank.worker.reduced.live()[live_bytes.SUMS][0], expected)
 
 
 def test_a_fetch_that_was_replaced_changes_nothing(rank: OneRank) -> None:
@@ -242,7 +242,7 @@ def test_no_state_is_offered_as_an_evaluation_has_changed_it(plain_engine: Calla
             tensor.data.copy_(was)
 
     one = OneRank(plain_engine, evaluate=evaluate)
-    one.worker.dispatch(Evaluate(0, 1))
+    one.worker.dispatch(Evaluate(1))
     assert swapped.wait(DEADLINE_S)
     one.worker.dispatch(p.Offer(ROOT.hash))
     time.sleep(0.2)
@@ -257,6 +257,29 @@ def test_no_state_is_offered_as_an_evaluation_has_changed_it(plain_engine: Calla
     assert one.error is None
 
 
+def test_a_donor_that_evaluates_for_longer_than_a_step_offers_the_state_behind_it(plain_engine: Callable[..., object]) -> None:
+    """The others commit a step without its gradient meanwhile."""
+    evaluating, go = threading.Event(), threading.Event()
+
+    def evaluate(order: Evaluate) -> None:
+        evaluating.set()
+        assert go.wait(DEADLINE_S)
+
+    one = OneRank(plain_engine, evaluate=evaluate, step_s=0.1)
+    behind = CommitRecord(1, 5, ROOT.hash, ((1, 0),), {}, "run", applied=False)
+    one.worker.dispatch(Evaluate(1))
+    assert evaluating.wait(DEADLINE_S)
+    one.worker.dispatch(p.Apply(behind))
+    one.worker.dispatch(p.Offer(behind.hash))
+    (snapshot,) = one.worker.serving._snapshots
+    assert not snapshot.done.wait(0.5) and not one.transport.offered
+    go.set()
+    until(lambda: one.worker.serving.idle)
+    assert len(one.transport.offered) == 1
+    one.end()
+    assert one.error is None
+
+
 def test_forgotten_reduced_buckets_are_not_kept_when_they_come(rank: OneRank) -> None:
     lineage = "c" * 32
     rank.transport.gates = {f"reduced-{lineage}": threading.Event()}
@@ -265,7 +288,7 @@ def test_forgotten_reduced_buckets_are_not_kept_when_they_come(rank: OneRank) ->
     rank.worker.dispatch(p.Forget(lineage))
     rank.transport.gates[f"reduced-{lineage}"].set()
     late.join(DEADLINE_S)
-    assert rank.reports == [] and rank.worker.reduced.kept() == frozenset()
+    assert rank.reports == [] and rank.worker.reduced.live()[live_bytes.KEPT] == []
 
 
 def test_a_state_that_is_not_needed_any_more_is_not_fetched_to_its_end(rank: OneRank) -> None:
@@ -293,7 +316,7 @@ def test_a_state_that_came_and_is_not_needed_any_more_is_not_kept(rank: OneRank)
 
 
 def test_a_state_is_never_offered_under_the_name_of_an_update_that_is_not_done(plain_engine: Callable[..., object]) -> None:
-    one = OneRank(plain_engine, step_s=0.2)
+    one = OneRank(plain_engine)
     one.worker.dispatch(p.Work(ROOT.hash, 0, 1))
     one.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
     until(lambda: one.reports)
@@ -303,10 +326,14 @@ def test_a_state_is_never_offered_under_the_name_of_an_update_that_is_not_done(p
     until(lambda: one.worked == [0, 1])
     one.worker.dispatch(p.Apply(record))
     one.worker.dispatch(p.Offer(record.hash))
+    (snapshot,) = one.worker.serving._snapshots
+    assert not snapshot.done.wait(0.3) and f"state-{record.hash}" not in one.transport.offered
+    one.hold.set()
     until(lambda: one.worker.serving.idle)
-    assert not [name for name in one.transport.offered if name.startswith("state-")]
+    offered, state = one.transport.offered[f"state-{record.hash}"], shards_of(one.engine.state())
+    assert all(torch.equal(offered[name], shard) for name, shard in state.items())
     one.end()
-    assert isinstance(one.error, Fatal)
+    assert one.error is None
 
 
 def test_a_report_that_cannot_be_sent_ends_the_rank(plain_engine: Callable[..., object]) -> None:

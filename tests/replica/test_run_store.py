@@ -1,4 +1,4 @@
-"""One contract, every store: over TCP, in memory, with a journal, and in Ray's key-value store."""
+"""One contract, every store: over TCP, in memory, and with a journal."""
 
 from __future__ import annotations
 
@@ -30,18 +30,12 @@ def nobody_at(address: str) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["tcp", "memory", "durable", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(params=["tcp", "memory", "durable"])
 def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """A function that gives another client of one and the same store."""
     if request.param == "memory":
         store = MemoryRunStore()
         yield lambda: store
-    elif request.param == "ray":
-        from helixrt.ray_cluster.store import RayRunStore
-
-        request.getfixturevalue("ray_head")
-        run = f"{request.node.name}-{time.time_ns()}"
-        yield lambda: RayRunStore(run)
     elif request.param == "durable":
         with Served(request.getfixturevalue("tmp_path")) as served:
             yield served.client

@@ -15,9 +15,10 @@ from helixrt.schedule.generators.policies import POLICIES
 from helixrt.schedule.ir import Op, Pair, folded, interleaved, linear
 from helixrt.schedule.memory import peak_memory
 from helixrt.schedule.planner.bounds import lower_bound, smallest_memory
-from helixrt.schedule.planner.instances import random_folded_instance, random_instance
+from helixrt.schedule.planner.instances import random_instance
 from helixrt.schedule.planner.plan import Plan, plan
 from helixrt.schedule.simulate import makespan_ms, simulate
+from tests.schedule.folded_instances import random_folded_instance
 
 
 def slow_link(costs: Costs, delay_ms: float) -> Costs:

@@ -13,10 +13,11 @@ from helixrt.schedule.costs import Costs, Link, uniform, with_delays
 from helixrt.schedule.generators import policies
 from helixrt.schedule.ir import Op, Schedule
 from helixrt.schedule.memory import peak_memory
-from helixrt.schedule.planner.instances import random_folded_instance, random_instance
+from helixrt.schedule.planner.instances import random_instance
 from helixrt.schedule.planner.plan import plan
 from helixrt.schedule.planner.prices import Kind, Price, more_memory, prices, replanned
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct, makespan_ms
+from tests.schedule.folded_instances import random_folded_instance
 
 EXACT = 1e-9  # relative
 

@@ -184,7 +184,7 @@ def assert_consistent(job: Job, ended: Ended, lost: Sequence[int] = (), steps: i
     report = job.report()
     finals = report["replicas"]
     assert [f["replica"] for f in finals] == list(range(replicas))
-    assert len({(f["step"], f["lineage"], f["parameters_sha256"], f["state_sha256"]) for f in finals}) == 1, finals
+    assert len({(f["step"], f["lineage"], f["parameters_digest"], f["state_digest"]) for f in finals}) == 1, finals
     assert finals[0]["step"] == report["steps"] == steps
 
     log = job.log()

@@ -24,7 +24,8 @@ from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import join, layouts
+from helixrt.train.models.parallel import layouts
+from tests.train.whole_tensors import join
 
 BATCH, SEQ = 4, 16
 SMALL = ModelConfig(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocab=32)

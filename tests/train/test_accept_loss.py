@@ -91,7 +91,7 @@ def test_a_wait_for_a_stopped_holder_ends_when_the_user_accepts_the_loss(make_jo
     found, data = audit(log.chain()), report["data_audit"]
     assert (data["gaps"], data["repeats"], data["batches"]) == (0, 0, found.batches)
     assert log.head.step == STEPS and log.head.replicas == (0, 1), "the holder is back, on the others' lineage"
-    assert len({f["parameters_sha256"] for f in report["replicas"]}) == 1
+    assert len({f["parameters_digest"] for f in report["replicas"]}) == 1
     assert data["superseded"] == len(lost)
     assert f"the loss of step {head.step}, " in ended.out and f"{len(lost)} committed records were superseded" in ended.out
     assert f"<th>records superseded</th><td>{len(lost)}</td>" in (job.folder / "report.html").read_text()

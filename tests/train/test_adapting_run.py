@@ -133,6 +133,6 @@ def test_a_run_that_changes_its_order_has_the_losses_of_one_that_does_not(make_j
     kept = {order for record in changing.log().chain() for order in record.orders.values()}
     assert kept == {path.stem for path in (changing.folder / "schedules").glob("*.json")} - {order_key(build("gpipe", 2, 8))}
     assert losses(changing.root) == losses(fixed.root) != {}
-    same = [each.report()["replicas"][0]["parameters_sha256"] for each in (changing, fixed)]
+    same = [each.report()["replicas"][0]["parameters_digest"] for each in (changing, fixed)]
     assert same[0] == same[1]
     assert "Changes of the schedule" in (changing.folder / "report.html").read_text(encoding="utf-8")

@@ -112,7 +112,7 @@ def test_all_replicas_lost_then_resumed_from_the_whole_checkpoint(make_job: Any)
     run.overrides += (waits_for_checkpoint(run, half - 1, whole),)
     failed = run.run()
     assert failed.code == 1, run.why(failed)
-    assert "1 failure within 3600 s (restarts=0): killed by SIGKILL" in failed.err and "Traceback" not in failed.err
+    assert "1 failure without a commit (restarts=0): killed by SIGKILL" in failed.err and "Traceback" not in failed.err
     saved, before = run.newest_checkpoint(), run.log()
     assert saved.record.step == whole
     newest = step_folders(run.folder / "checkpoints")[0]
@@ -237,7 +237,8 @@ def test_asked_to_end_it_ends_everything(number: signal.Signals, code: int, when
     driver.send_signal(number)
     ended = finish(driver, 60.0)
     assert ended.code == code, run.why(ended)
-    assert ended.err.splitlines() == [{130: "interrupted", 143: "terminated"}[code]], ended.err
+    said = [line for line in ended.err.splitlines() if not line.startswith("[W")]  # torch warns of a slow name look-up
+    assert said == [{130: "interrupted", 143: "terminated"}[code]], ended.err
 
 
 # The weights of the last step. 12 steps with a checkpoint every 5: the last one is due by no multiple.

@@ -67,7 +67,7 @@ def test_the_report_tells_of_the_rail_and_of_the_checkpoint_it_caused(cut: Job) 
     report = cut.report
     assert report["failures"] == [], "no replica was lost"
     assert len(cut.losses()) == 2 * STEPS, "both contributed to every step"
-    assert len({(r["parameters_sha256"], r["state_sha256"]) for r in report["replicas"]}) == 1
+    assert len({(r["parameters_digest"], r["state_digest"]) for r in report["replicas"]}) == 1
     assert {way["transport"] for way in report["transports"]} == {"tcp"}
 
     left = report["rails_left"]
@@ -94,5 +94,5 @@ def test_no_bit_differs_from_a_run_in_which_nothing_was_cut(host: Network, cut: 
     calm = Job(host, tmp_path / "calm", "checkpoint.after_failover=false")
     assert calm.report["rails_left"] == [] and [each["step"] for each in calm.report["checkpoints"]] == [STEPS]
     assert calm.losses() == cut.losses()
-    ends = [[(r["parameters_sha256"], r["state_sha256"]) for r in job.report["replicas"]] for job in (calm, cut)]
+    ends = [[(r["parameters_digest"], r["state_digest"]) for r in job.report["replicas"]] for job in (calm, cut)]
     assert ends[0] == ends[1]

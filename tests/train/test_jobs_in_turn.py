@@ -32,4 +32,4 @@ def test_two_runs_of_a_process_pay_for_the_imports_once(tmp_path: Path) -> None:
     assert "is started as a new process" not in done.stderr, done.stderr
     assert "a new forerunner is started" not in done.stderr, done.stderr
     finals = [json.loads((tmp_path / name / "latest" / "report.json").read_text())["replicas"] for name in ("first", "second")]
-    assert finals[0][0]["parameters_sha256"] == finals[1][0]["parameters_sha256"]
+    assert finals[0][0]["parameters_digest"] == finals[1][0]["parameters_digest"]

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from helixrt.engines.staged import StagePlace
-from helixrt.errors import ConfigError
+from helixrt.errors import MisuseError
 from helixrt.job.config import MeshConfig
-from helixrt.job.stream import LENGTH_KEY
+from helixrt.job.stream import LENGTH_KEY, RESUMED
 from helixrt.protocol.step.deal import Deal
 from helixrt.record import FlightRecord
 from helixrt.replica.store import MemoryRunStore
@@ -114,7 +114,7 @@ def test_a_run_whose_windows_were_dealt_in_another_order_is_not_continued(config
     corpus = load_corpus(data)
     content = f"bytes of SHA-256 {corpus.sha256[:16]} in {data.batch} x {data.seq_len}"
     batches = (corpus.train.size - 1) // data.seq_len // data.batch
-    before = {"batches": batches, "accumulate": 1, "stream": "of the run that is resumed", "content": content}
+    before = {"batches": batches, "accumulate": 1, "stream": RESUMED, "content": content}
     host.store.put_if_absent(LENGTH_KEY, json.dumps(before))
-    with pytest.raises(ConfigError, match="loader=windows of 12 bytes .* stream of the run that is resumed reads bytes of"):
+    with pytest.raises(MisuseError, match="content_digest=windows of 12 bytes .*, and bytes of .* in the run that is resumed"):
         train(session_with(host, seed=config.seed), config)

@@ -58,7 +58,7 @@ def test_the_experiment_of_ci_runs_with_tensor_ranks(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "latest" / "report.json").read_text())
     audit = report["data_audit"]
     assert (audit["gaps"], audit["repeats"]) == (0, 0) and len(report["replicas"]) == 2
-    assert len({replica["state_sha256"] for replica in report["replicas"]}) == 1
+    assert len({replica["state_digest"] for replica in report["replicas"]}) == 1
     assert [failure["rejoined_after_s"] is not None for failure in report["failures"]] == [True]
 
 

@@ -34,9 +34,10 @@ from helixrt.schedule.generators.policies import POLICIES
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import inputs_and_targets, token_loss
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import Layout, ParallelGroups, layouts, own_part, reduce_gradients
+from helixrt.train.models.parallel import Layout, ParallelGroups, layouts, own_part
 from helixrt.train.optimizer import adamw, cosine_with_warmup
 from tests.ranks_context import names_drawn
+from tests.train.whole_tensors import reduce_gradients
 
 RANKS, BATCH, SEQ, STEPS, LIMIT_S = 4, 8, 16, 3, 60.0
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, clip=0.05, bucket_bytes=4096)

@@ -39,4 +39,4 @@ def test_a_gradient_that_is_not_finite_is_excluded_and_named(tmp_path: Path) -> 
     assert one["step"] == 3 and one["applied"]
     assert "replica 1 is excluded: the gradient of its rank 1 is not finite" in one["what"] and one["what"] in output
     assert all_["step"] == 6 and not all_["applied"] and "nothing is updated" in all_["what"]
-    assert len({r["parameters_sha256"] for r in report["replicas"]}) == 1
+    assert len({r["parameters_digest"] for r in report["replicas"]}) == 1

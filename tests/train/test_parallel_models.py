@@ -22,7 +22,7 @@ from helixrt.passes import nodes
 from helixrt.train.config import ModelConfig
 from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import ALONE, ParallelGroups, Shard, join, reduce_gradients, take
+from helixrt.train.models.parallel import ALONE, ParallelGroups, Shard, take
 from tests.train.model_ranks import (
     BATCH,
     GPT,
@@ -39,6 +39,7 @@ from tests.train.model_ranks import (
     put_together,
     registered,
 )
+from tests.train.whole_tensors import join, reduce_gradients
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from helixrt.train.config import ModelConfig, ScheduleConfig
 from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.moe import MixtureOfExperts
-from helixrt.train.models.parallel import ALONE, ParallelGroups, reduce_gradients
+from helixrt.train.models.parallel import ALONE, ParallelGroups
 from helixrt.train.models.uneven_experts import compute_all
 from tests.train.model_ranks import (
     GPT,
@@ -31,6 +31,7 @@ from tests.train.model_ranks import (
     on_two_ranks,
     put_together,
 )
+from tests.train.whole_tensors import reduce_gradients
 
 EXPERTS = 6  # of which the last two are never chosen
 UNLIMITED = {"experts": EXPERTS, "moe_every": 2, "capacity": 0.0, "auxiliary": 0.5}

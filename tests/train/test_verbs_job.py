@@ -108,7 +108,7 @@ def losses(run: Path) -> dict[tuple[int, int], float]:
 def report_of(run: Path) -> dict[str, Any]:
     """The report of a run in which nobody was lost and gradients went over two NICs each."""
     report: dict[str, Any] = json.loads((run / "report.json").read_text())
-    assert report["failures"] == [] and len({r["state_sha256"] for r in report["replicas"]}) == 1
+    assert report["failures"] == [] and len({r["state_digest"] for r in report["replicas"]}) == 1
     assert len(losses(run)) == 2 * STEPS, "both replicas contributed to every step"
     ways = report["transports"]
     assert {(way["rank"], way["transport"]) for way in ways} == {("r0.pp0", "verbs"), ("r1.pp0", "verbs")}
@@ -128,7 +128,7 @@ def test_gradients_go_over_the_named_nics(runs: Runs) -> None:
 def test_a_nic_that_goes_down_in_a_step_changes_no_bit_and_is_in_the_report(runs: Runs) -> None:
     calm, cut = report_of(runs.calm), report_of(runs.cut)
     assert losses(runs.cut) == losses(runs.calm)
-    assert cut["replicas"][0]["parameters_sha256"] == calm["replicas"][0]["parameters_sha256"]
+    assert cut["replicas"][0]["parameters_digest"] == calm["replicas"][0]["parameters_digest"]
     # Rail 0 is the NIC, rail 1 its backup, rail 2 TCP. Whichever end is first says why: its own port, or the peer's word.
     left = [each for each in cut["rails_left"] if (each["rail"], each["step"]) == (0, CUT_IN)]
     assert {(each["rank"], each["towards"]) for each in left} == {("r0.pp0", "r1.pp0"), ("r1.pp0", "r0.pp0")}, runs.said

@@ -242,6 +242,22 @@ def test_reports_that_the_rank_did_not_take_at_once_follow() -> None:
         os.close(pidfd)
 
 
+def test_late_news_of_a_membership_that_rests_does_not_make_it_beat_again() -> None:
+    """A second order to rest would end the monitor."""
+    monitor = Monitor("127.0.0.1")
+    monitor._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monitor._beating["0:0"] = False
+    monitor.rest("0:0")
+    assert wire.unpack(theirs.recv(wire.MESSAGE_BYTES)) == {"do": "rest", "name": "0:0"}
+    theirs.send(wire.pack({"beating": True, "name": "0:0"}))
+    monitor.look()
+    monitor.rest("0:0")
+    theirs.setblocking(False)
+    with theirs, pytest.raises(BlockingIOError):
+        theirs.recv(wire.MESSAGE_BYTES)
+    monitor.close()
+
+
 def test_it_starts_without_torch() -> None:
     code = "import sys; import helixrt.transport.monitor.process; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})

@@ -1,6 +1,6 @@
 """Hopping over real verbs: several paths over one NIC, one queue pair and flow label each; and paths over several NICs.
 
-The lab's cable treats what comes from each UDP source port by itself (`lab.nic_paths`), and the source port follows from the
+The lab's cable treats what comes from each UDP source port by itself (`nic_paths`), and the source port follows from the
 flow label: so a path can be made slow without any other, and the kernel counts what went on each.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from helixrt.lab.nic_paths import NicPaths
 from helixrt.lab.nics import NicPair
 from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
 from helixrt.protocol.link.machine import Link
@@ -26,6 +25,7 @@ from helixrt.transport.verbs.devices import VerbsRail
 from helixrt.transport.verbs.endpoint import VerbsEndpoint, VerbsOptions
 from helixrt.transport.verbs.queue_pair import Patience, Sizes
 from tests.transport.conformance import TrafficConformance
+from tests.transport.nic_paths import NicPaths
 from tests.transport.worlds import SECRET, Message, World
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(400)]

@@ -6,7 +6,7 @@ call of the same shape, so it is built once and kept.
 
 All of FTAR's flow control is in the plan: partitions, chunks in flight and slots of scratch memory are
 dependencies between nodes (FT-HSDP section 4.2). A machine that follows them needs one rule more: the
-sends of a plan to one peer begin in the order of their index. `plan_check.check` proves a plan against it.
+sends of a plan to one peer begin in the order of their index. The tests prove plans against it (`plan_check`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from enum import Enum
 
 from helixrt.protocol.step.batches import BatchRules, of_record
 from helixrt.protocol.step.lineage import CommitRecord, Incarnation
-from helixrt.protocol.step.messages import RankDone, RankFailed
+from helixrt.protocol.step.messages import Differ, RankDone, RankFailed
 from helixrt.protocol.step.quorum import Assessment, Member
 
 
@@ -64,24 +64,17 @@ class Attempt:
         if found:
             self.candidate = replace(self.candidate, batches={**self.candidate.batches, **found})
 
-    def differing_states(self, every: int) -> str:
-        """Whose state differs from that of the others, in one line; "" if none does. `every` steps look at all parts."""
+    def differing_states(self, every: int) -> Differ | None:
+        """Whether replicas hold different states, in what was compared in this step. `every` steps look at all parts."""
         base = self.assessment.base
         for rank, (digests, part) in sorted(self.states.items()):
             known = {r: digests[r] for r in self.candidate.replicas if r < len(digests) and digests[r]}
             if len(set(known.values())) < 2:
                 continue
             usual, count = Counter(known.values()).most_common(1)[0]
-            odd = [replica for replica, digest in known.items() if digest != usual]
-            who = f"replicas {', '.join(map(str, known))} hold different states"
-            if 2 * count > len(known):
-                who = f"the state of replica {', '.join(map(str, odd))} differs from that of the others"
-            return (
-                f"{who} before step {base.step + 1} (rank {rank}: {part}). It must be equal bit for bit: an update depends on "
-                "more than state, gradients and record, or memory is faulty. Resume from a checkpoint of step "
-                f"{max(0, base.step - every)} or before"
-            )
-        return ""
+            odd = tuple(replica for replica, digest in known.items() if digest != usual) if 2 * count > len(known) else ()
+            return Differ(self.generation, base.step + 1, max(0, base.step - every), rank, tuple(known), odd, part)
+        return None
 
     def answered(self, event: RankDone | RankFailed) -> int:
         """Take one rank's answer; how many have answered."""

@@ -17,6 +17,7 @@ from helixrt.protocol.step.lineage import CommitRecord
 Votes = Mapping[int, Sequence[int]]  # group rank -> digest of each replica
 Stream = tuple[int, int]  # (replica, number of the stream in it)
 
+PARTIAL = 1 << 62  # bit of a digest: not all of the batches is known, so equal digests do not say that they are the same
 LOOK_BACK = 8  # positions in which two streams must be equal before they count as the same
 
 
@@ -80,7 +81,7 @@ class BatchWatch:
                     f"{differ} have read different batches for step {candidate.step} (before position {position}), and they "
                     "share one stream: give all ranks of a replica the same data in the same order"
                 )
-            now |= {(replica, number): (digest, position) for number, digest in enumerate(digests) if digest}
+            now |= {(replica, number): (digest, position) for number, digest in enumerate(digests) if 0 < digest < PARTIAL}
         self._newest.append(now)
         if len(set(now.values())) == len(now) and len(now) != 1 or len(self._newest) < (self._newest.maxlen or 0):
             return ""
@@ -100,8 +101,9 @@ class BatchWatch:
             if first != stream and not self._rules.same:
                 return (
                     f"{_named(first)} and {_named(stream)} have given the same batches in the last {len(history)} steps, so "
-                    "each item is trained on twice: deal the data with sampler=session.sampler(dataset), or by session.stream "
-                    "and session.streams; the option checks.same_streams allows it"
+                    "each item is trained on twice: deal the data with sampler=session.sampler(dataset); "
+                    "nodesplitter=session.split_shards() for webdataset; session.over_streams(dataset) for litdata and "
+                    "mosaicml-streaming; or by session.stream and session.streams; the option checks.same_streams allows it"
                 )
         self._constant = constant
         return ""

@@ -37,6 +37,7 @@ from helixrt.protocol.step.messages import (
     Appended,
     Apply,
     Begin,
+    Differ,
     Event,
     Examine,
     Examined,
@@ -126,6 +127,7 @@ class StepMachine:
         self.stop = ""  # reason of `session.stop`; the next record that can carry it ends the run
         self.standing = Standing()
         self.watch, self.unsure = BatchWatch(self.rules.batches, self.rules.advance), -1
+        self.fetched = set[tuple[tuple[int, ...], str]]()  # replicas that differed, and in which part of the state
 
     @property
     def held_step(self) -> int:
@@ -326,10 +328,13 @@ class StepMachine:
             return [*actions, ReadLog(len(self.log))]
         self.standing.succeeded()
         attempt.note_batches(self.rules.batches)
-        refused = self.watch.problem(attempt.candidate, attempt.batches) or attempt.differing_states(self.rules.check_every)
-        changed = self._read_again(attempt)
+        refused, changed = self.watch.problem(attempt.candidate, attempt.batches), self._read_again(attempt)
         if refused or (changed and self.rules.batches.strict):
             return [*actions, Refuse(refused or changed)]
+        if (found := attempt.differing_states(self.rules.check_every)) is not None:
+            actions += (differ := self._differ(attempt, found))
+            if differ and isinstance(differ[0], Differ | Restart):
+                return actions
         constant = self.watch.said() if self.replica == min(attempt.candidate.replicas) else ""
         actions += [Tell(text) for text in (changed, constant) if text]
         if not all(attempt.done.values()):
@@ -339,6 +344,18 @@ class StepMachine:
             self.following.keep(attempt.candidate)
             return [*actions, Keep(attempt.candidate), self._join()]
         return actions + self._commit()
+
+    def _differ(self, attempt: Attempt, found: Differ) -> list[Action]:
+        """The run ends; with `fetch_differing` some replicas start again, once for the same ones in the same part."""
+        odd = found.odd or found.replicas[1:]
+        if not self.rules.fetch_differing or (odd, found.part) in self.fetched:
+            return [found]
+        self.fetched.add((odd, found.part))
+        text = f"the state of replica {', '.join(map(str, odd))} differs from that of the others before step {found.step}"
+        if self.replica in odd:
+            return [Restart(f"{text} ({found.part}): it is fetched")]
+        lowest = min(replica for replica in attempt.candidate.replicas if replica not in odd)
+        return [Tell(f"{text} ({found.part}); it fetches theirs")] if self.replica == lowest else []
 
     def _read_again(self, attempt: Attempt) -> str:
         """What is wrong with the batches that this replica's ranks read again after a restart; "" if nothing is known."""

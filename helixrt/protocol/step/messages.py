@@ -354,6 +354,23 @@ class Refuse:
 
 
 @dataclass(frozen=True)
+class Differ:
+    """Replicas hold different states before `step`; the same at the leader of each. The run must not go on from here.
+
+    Rank `rank` of the replicas `replicas` found it in `part` of its state, with another digest in those that are `odd`
+    (empty without a majority). `safe`: the newest step after which all of the state was found equal.
+    """
+
+    generation: int
+    step: int
+    safe: int
+    rank: int
+    replicas: tuple[int, ...]
+    odd: tuple[int, ...]
+    part: str
+
+
+@dataclass(frozen=True)
 class Tell:
     """Say this once to the user."""
 
@@ -389,6 +406,7 @@ Action = (
     | Hold
     | Restart
     | Refuse
+    | Differ
     | Tell
     | Rest
 )

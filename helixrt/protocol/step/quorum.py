@@ -32,7 +32,8 @@ class StepRules:
     that was excluded more than `nonfinite_limit` times in `nonfinite_window` steps is restarted. A replica's stream moves
     on by `advance` batches in each step that it commits (micro-batches, where the stream counts these). `deal` is that of the
     records of this life. `batches`: what is looked for in the digests of batches.
-    In `check_every` steps the whole state is compared, part by part.
+    In `check_every` steps the whole state is compared, part by part; with `fetch_differing` replicas that differ from the
+    others fetch their state.
     """
 
     replay: int = 16
@@ -48,6 +49,7 @@ class StepRules:
     deal: tuple[Deal, ...] = ()
     batches: BatchRules = field(default_factory=BatchRules)
     check_every: int = 50
+    fetch_differing: bool = False
 
 
 @dataclass(frozen=True)

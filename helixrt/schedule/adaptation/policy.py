@@ -321,7 +321,7 @@ class OrderPolicy:
 
 def differs(then: CostEstimate, now: CostEstimate, rules: Adaptation, bands: float = 1.0) -> str | None:
     """The first cost that differs by more than so many bands and the noise of both, as text; None if none does."""
-    least_ms = bands * rules.band * _turn_ms(then.costs)
+    least_ms = bands * rules.band * then.costs.turn_ms
     ways = sorted({*then.costs.links, *now.costs.links})
     columns = (_values(costs, ways) for costs in (then.costs, then.spread, now.costs, now.spread))
     for (name, was_ms), (_, was_spread_ms), (_, is_ms), (_, spread_ms) in zip(*columns, strict=True):
@@ -338,11 +338,3 @@ def _values(costs: Costs, ways: Sequence[tuple[int, int]]) -> Iterator[tuple[str
     for a, b in ways:
         link = costs.link(a, b)
         yield f"a message from stage {a} to {b}", link.delay_ms + link.wire_ms
-
-
-def _turn_ms(costs: Costs) -> float:
-    """The longest forward and backward of a stage, all of its chunks together."""
-    times = [0.0] * costs.stages
-    for chunk, stage in enumerate(costs.placement):
-        times[stage] += costs.forward[chunk] + costs.backward[chunk]
-    return max(times)

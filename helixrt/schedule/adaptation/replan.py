@@ -78,11 +78,6 @@ class Replan:
         """How much less time a step takes than if the current schedule stayed; negative only when that does not fit."""
         return self.current_ms - self.makespan_ms
 
-    @property
-    def gain_ratio(self) -> float:
-        """How many times faster a step is than if the current schedule stayed; 1 for no gain."""
-        return self.current_ms / self.makespan_ms if self.makespan_ms else 1.0
-
 
 def link_verdicts(schedule: Schedule, costs: Costs) -> tuple[LinkVerdict, ...]:
     """Equation (1) on every link of a schedule of one chunk per stage; empty for other placements."""

@@ -1,8 +1,8 @@
-"""Zero-bubble orders of one chunk per stage: `zb`, ZB-H1 and ZB-H2; and the plain order that Theorem 1 is about.
+"""Zero-bubble orders of one chunk per stage: `zb`, ZB-H1 and ZB-H2.
 
 In: numbers of stages and micro-batches, and for `zb` costs. Out: schedules in which W fills the time that 1F1B waits.
 ZB-H1 and ZB-H2 are the handcrafted ones of Qi et al. 2023 ("Zero Bubble Pipeline Parallelism", Section 2); `zb` is
-the base of ADAPTRA's experiments (Sections 3.1 and 4.3), `three_phases` the model of its analysis (Section 4.1).
+the base of ADAPTRA's experiments (Sections 3.1 and 4.3).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from helixrt.errors import ConfigError
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.generators.adaptra import adapted_warmups
 from helixrt.schedule.generators.classic import check_sizes, schedule_of
@@ -19,9 +18,7 @@ from helixrt.schedule.generators.stage_order import StageOrder
 from helixrt.schedule.ir import Op, Schedule, linear
 
 
-def _handcrafted(
-    name: str, stages: int, microbatches: int, ahead: Callable[[int], int], late: Callable[[int], int]
-) -> Schedule:
+def handcrafted(name: str, stages: int, microbatches: int, ahead: Callable[[int], int], late: Callable[[int], int]) -> Schedule:
     """Stage i runs ahead(i) forwards, then B, W, F in turn, each W late(i) micro-batches behind its B."""
     check_sizes(stages, microbatches)
     orders = []
@@ -43,7 +40,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
     Every stage holds as much as 1F1B's first, `stages` micro-batches from F to W.
     """
-    return _handcrafted("zb-h1", stages, microbatches, lambda i: stages - i, lambda i: i)
+    return handcrafted("zb-h1", stages, microbatches, lambda i: stages - i, lambda i: i)
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
@@ -51,18 +48,7 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
     No bubble with equal costs; every stage holds up to 2 stages - 1 micro-batches from F to W.
     """
-    return _handcrafted("zb-h2", stages, microbatches, lambda i: 2 * (stages - i) - 1, lambda i: 2 * i)
-
-
-def three_phases(stages: int, microbatches: int, slack: int) -> Schedule:
-    """Warm-up of F, steady phase of B and F in turn, cool-down of W, with the same slack on every link (Section 4.1).
-
-    It shows Theorem 1 to the letter. A zero-bubble order hides it in part: its W fill bubbles, and in one that
-    Algorithm 3 makes, the first B arrive in a heap when the slack is large, run one after another, and use the slack up.
-    """
-    if slack < 0:
-        raise ConfigError("slack", slack, "must be at least 0")
-    return _handcrafted("three-phases", stages, microbatches, lambda i: slack * (stages - 1 - i) + 1, lambda i: microbatches)
+    return handcrafted("zb-h2", stages, microbatches, lambda i: 2 * (stages - i) - 1, lambda i: 2 * i)
 
 
 def zb(costs: Costs, microbatches: int) -> Schedule:

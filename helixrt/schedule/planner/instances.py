@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 
 from helixrt.schedule.costs import Costs, Link
-from helixrt.schedule.ir import folded, linear
+from helixrt.schedule.ir import linear
 
 CAPS = (1.0, 1.25, 1.5, 2.0, math.inf)
 
@@ -45,17 +44,3 @@ def random_instance(seed: int) -> tuple[Costs, int]:
         memory=(cap,) * stages,
     )
     return costs, microbatches
-
-
-def random_folded_instance(seed: int) -> tuple[Costs, int]:
-    """The same problem with every stage cut into two equal chunks, folded; the numbers are scaled to stay whole."""
-    costs, microbatches = random_instance(seed)
-    halves = costs.split(folded(costs.stages))
-    whole = replace(
-        halves,
-        forward=tuple(2 * v for v in halves.forward),
-        backward=tuple(2 * v for v in halves.backward),
-        weight=tuple(2 * v for v in halves.weight),
-        links={way: Link(2 * link.delay_ms, 2 * link.wire_ms) for way, link in costs.links.items()},
-    )
-    return whole, microbatches

@@ -42,7 +42,7 @@ def plan_for_slack(
         allowed_ms = found.makespan_ms * (1 + loss) * (1 + _SLIVER)
         orders = [(found.schedule, found.makespan_ms)]
         for turns in IMAGINED_TURNS:
-            imagined = _slowed(costs, range(costs.stages - 1), turns * _turn_ms(costs))
+            imagined = _slowed(costs, range(costs.stages - 1), turns * costs.turn_ms)
             order = plan(imagined, microbatches, effort=effort).schedule
             took_ms = makespan_ms(order, costs)
             if took_ms <= allowed_ms:
@@ -59,14 +59,6 @@ def plan_for_slack(
     return replace(found, solve_ms=(clock() - begun_s) * 1e3) if clock else found
 
 
-def _turn_ms(costs: Costs) -> float:
-    """The longest forward and backward of a stage, all of its chunks together."""
-    times = [0.0] * costs.stages
-    for chunk, stage in enumerate(costs.placement):
-        times[stage] += costs.forward[chunk] + costs.backward[chunk]
-    return max(times)
-
-
 def _slowed(costs: Costs, links: range, delay_ms: float) -> Costs:
     ways = [way for i in links for way in ((i, i + 1), (i + 1, i))]
     return with_delays(costs, {way: costs.link(*way).delay_ms + delay_ms for way in ways})
@@ -76,5 +68,5 @@ def _trial_ms(schedule: Schedule, costs: Costs) -> float:
     """The time over all trials: one slow link at a time, at most so many of them, evenly spread."""
     links = costs.stages - 1
     tried = sorted({round(k * (links - 1) / max(1, min(links, _TRIED_LINKS) - 1)) for k in range(min(links, _TRIED_LINKS))})
-    turn_ms = _turn_ms(costs)
+    turn_ms = costs.turn_ms
     return sum(makespan_ms(schedule, _slowed(costs, range(i, i + 1), turns * turn_ms)) for i in tried for turns in TRIED_TURNS)

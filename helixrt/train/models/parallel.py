@@ -1,7 +1,7 @@
 """Which ranks share a model, and which part of each parameter is whose.
 
 In: process groups, and a module whose layers declare a `Layout` for what they hold in part. Out: the parts of full
-tensors, full tensors from parts, and gradients made final after the micro-batches of a step.
+tensors, and the layouts of parameters for a session.
 
 Tensor parallelism (tp) cuts matrices as Shoeybi et al. (Megatron-LM, 2019), with sequence parallelism as Korthikanti
 et al. (2022): between the matrices each rank holds a slice of the sequence. Context parallelism (cp) cuts the whole
@@ -11,7 +11,7 @@ the output head are whole on every rank of tp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -20,7 +20,6 @@ from torch import nn
 
 from helixrt import Cut, ParameterLayout
 from helixrt.errors import ConfigError
-from helixrt.parallel.collective_functions import all_reduce
 from helixrt.parallel.group import Group
 from helixrt.train.config import ModelConfig
 
@@ -119,14 +118,6 @@ def take(full: torch.Tensor, shard: Shard, index: int, count: int) -> torch.Tens
     return torch.cat([section.chunk(count, dim=shard.dim)[index] for section in sections], dim=shard.dim)
 
 
-def join(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """The full tensor; inverse of `take` for parts in the order of ranks."""
-    size = parts[0].shape[shard.dim]
-    own = [length // len(parts) for length in shard.sections] or [size]
-    by_section = zip(*(part.split(own, dim=shard.dim) for part in parts), strict=True)
-    return torch.cat([piece for section in by_section for piece in section], dim=shard.dim)
-
-
 def own_part(full: torch.Tensor, layout: Layout, groups: ParallelGroups) -> torch.Tensor:
     """What this rank holds of a full parameter."""
     for shard in layout.shards:
@@ -161,43 +152,3 @@ def check_groups(config: ModelConfig, seq_len: int, groups: ParallelGroups) -> N
         raise ConfigError("data.seq_len", seq_len, f"must leave a multiple of {tp} positions for sequence parallelism")
     if groups.ep and (not config.experts or config.experts % groups.ep.size):
         raise ConfigError("model.experts", config.experts, f"must be a multiple of the {groups.ep.size} ranks that share them")
-
-
-def reduce_gradients(module: nn.Module, groups: ParallelGroups) -> None:
-    """Make the gradients of a step those of the mean loss over all tokens of cp and ep. In place.
-
-    For a module that is trained without a session, which sums by `parameter_layouts` while backward runs, and as its oracle.
-    Call it on every rank after the last micro-batch, when `p.grad` holds gradients of this rank's mean loss. Sums what
-    sequence parallelism and routing leave in parts over tp, averages over cp and ep; an expert's gradient has every
-    token of ep in it and is only divided. One all-reduce per group and dtype.
-    """
-    known = layouts(module)
-    gradients: dict[str, torch.Tensor] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:  # other ranks may have one
-                parameter.grad = torch.zeros_like(parameter)
-            gradients[name] = parameter.grad
-    if groups.tp is not None:
-        _sum([g for n, g in gradients.items() if known[n].partial], groups.tp, 1)
-    same = groups.ep is not None and groups.ep == groups.cp
-    shared = [g for n, g in gradients.items() if not known[n].expert]
-    experts = [g for n, g in gradients.items() if known[n].expert]
-    if groups.cp is not None:
-        _sum(shared if same else [*shared, *experts], groups.cp, groups.cp.size)
-    if groups.ep is not None:
-        if not same:
-            _sum(shared, groups.ep, groups.ep.size)
-        for gradient in experts:
-            gradient.div_(groups.ep.size)
-
-
-@torch.no_grad()
-def _sum(gradients: Iterable[torch.Tensor], group: Group, divisor: int) -> None:
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for members in by_dtype.values():
-        total = all_reduce(torch.cat([g.flatten() for g in members]), group.name).div_(divisor)
-        for gradient, part in zip(members, total.split([g.numel() for g in members]), strict=True):
-            gradient.copy_(part.view_as(gradient))

@@ -147,10 +147,11 @@ class Monitor:
                     self.ended = True
                     return
                 news = wire.unpack(raw)
-                if "withheld" in news:
-                    self._withheld[news["name"]] = news["withheld"]
-                elif "beating" in news:
-                    self._beating[news["beating"]] = True
+                if (name := news.get("name")) is not None:
+                    if name not in self._beating:
+                        continue  # of a membership that rests by now
+                    self._withheld[name] = news.get("withheld", self._withheld[name])
+                    self._beating[name] = self._beating[name] or "beating" in news
                 elif news["number"] in self._states:
                     self._states[news["number"]] = State(news["state"])
 

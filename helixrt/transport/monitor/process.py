@@ -292,7 +292,7 @@ class Monitor:
             case "beat":
                 name = order["name"]
                 beat = importlib.import_module(order["module"]).beat_of(**order["arguments"])
-                beaten = lambda: self._report("beating", name, {"beating": name})  # noqa: E731
+                beaten = lambda: self._report("beating", name, {"beating": True, "name": name})  # noqa: E731
                 self._beats[name] = Beats(beat, order["period_s"], order["most_s"], beaten)
             case "depend":
                 self._beats[order["name"]].depends_on.add(order["number"])

@@ -13,8 +13,8 @@ nothing does of an all-reduce that sums `on_arrival`.
 
 `in_place` says that SOURCE and OUT are the same memory (all-gather: SOURCE is the rank's block in OUT;
 reduce-scatter: OUT is the rank's block in SOURCE). An all-reduce has one plan for both: a finished part is received where an
-own message was sent from, and its sender has it only because that message had arrived (`plan_check`, "Sent and replaced"). So
-all receives are posted at the beginning, and one frame carries their credits.
+own message was sent from, and its sender has it only because that message had arrived (the tests' `plan_check`, "Sent
+and replaced"). So all receives are posted at the beginning, and one frame carries their credits.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from helixrt.errors import ConfigError
-from helixrt.passes.operators import COMMUNICATION, Kind, Operator
+from helixrt.passes.operators import COMMUNICATION, Kind, Operator, Overlap
 
 
 class Make(StrEnum):
@@ -25,6 +25,12 @@ class Make(StrEnum):
 class StrandPair:
     forward: tuple[Operator, ...]
     backward: tuple[Operator, ...]
+
+
+def even(factor: float) -> Overlap:
+    """The same factor for any two of compute, intra-node and inter-node communication."""
+    kinds = (Kind.COMPUTE, Kind.INTRA, Kind.INTER)
+    return Overlap({frozenset({first, second}): factor for first in kinds for second in kinds if first is not second})
 
 
 class _Builder:

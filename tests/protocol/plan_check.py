@@ -1,8 +1,7 @@
 """Proves that the plans of all ranks fit together, whatever the order in which things happen.
 
 In: the plans of all ranks of one collective, and the offset of OUT relative to SOURCE if they share memory.
-Out: nothing, or a `PlanError` that names the error and its place. It is the oracle of the algorithms' tests; nothing
-runs it in production.
+Out: nothing, or a `PlanError` that names the error and its place. It is the oracle of the algorithms' tests.
 
 What is proved: regions lie in their memory; every send has one receive of the same length; two nodes of a
 rank that touch the same bytes, one of them writing, are ordered by dependencies or messages; and nothing waits for
