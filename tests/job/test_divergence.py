@@ -104,17 +104,19 @@ def run(folder: Path, replicas: int, flips: list[Any], *options: str) -> Any:
 
 
 def flips_of(seed: int, replicas: int, count: int) -> list[Any]:
-    """Apart from one another, and of entries that no step overwrites.
+    """Apart from one another, in different replicas, and of entries that no step overwrites.
 
     Of the optimizer's state, only the upper two bytes of a number: the rounding of the next step can undo other changes.
+    Whatever is flipped, a parameter is what differs first at the next check; the same one of the same replica twice is a
+    cause that comes again, which ends a run.
     """
     chance = random.Random(seed)
     found = []
-    for number in range(count):
+    for number, replica in enumerate(chance.sample(range(replicas), count)):
         entry = chance.choice(["parameter", "exp_avg", "exp_avg_sq", "step", "buffer"])
         byte = chance.randrange(0 if entry in ("parameter", "buffer") else 2, 4)
         place = 4 * chance.randrange(10**5) + byte
-        found.append([3 + number * 4 * EVERY, chance.randrange(replicas), entry, place, chance.randrange(8)])
+        found.append([3 + number * 4 * EVERY, replica, entry, place, chance.randrange(8)])
     return found
 
 
