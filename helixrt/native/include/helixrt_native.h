@@ -101,6 +101,7 @@ typedef struct {
 } hx_event;
 int32_t hx_events(hx_engine *engine, hx_event *into, int32_t most); /* how many were written, oldest first */
 int32_t hx_event_fd(hx_engine *engine);                             /* readable while there are events */
+int32_t hx_ended(hx_engine *engine, hx_event *into);                /* 1 and the event if the generation is over, else 0 */
 int32_t hx_announce(hx_engine *engine, int32_t yes);                /* DONE comes as an event, too, but where the call said `waits` */
 
 /* ---- figures, since the engine was made */
