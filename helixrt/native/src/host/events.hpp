@@ -11,6 +11,7 @@ namespace hx {
 class Events {
  public:
   int fd() const { return event_.get(); }
+  void abandon() { event_.close(); }
   std::size_t waiting() const { return events_.size(); }
   void push(Report&& report, i64 at) {
     events_.push_back({std::move(report), at});

@@ -4,8 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "../plan.hpp"
-#include "../reduce.hpp"
+#include "../core.hpp"
 #include "helixrt_native.h"
 
 namespace hx {
@@ -14,16 +13,21 @@ constexpr bool divides(Dtype dtype) { return dtype >= Dtype::F16; }  // a mean h
 class Plans {
  public:
   i64 add(std::unique_ptr<const Plan> plan, int size) {
-    Entry entry{std::move(plan), size, 0, false, 0};
+    Entry entry{std::move(plan), size, {}, 0, false, 0};
+    for (int peer = 0; peer < size; peer++)
+      if (!entry.plan->sends[std::size_t(peer)].empty() || !entry.plan->receives[std::size_t(peer)].empty())
+        entry.peers.push_back(peer);
     for (const Node& node : entry.plan->nodes)
       if (node.kind == NodeKind::REDUCE || (node.flags & ON_ARRIVAL)) entry.reduces = true, entry.reduced |= node.bytes;
     entries_.push_back(std::move(entry));
     return i64(entries_.size()) - 1;
   }
-  // 0, or -EINVAL for a call that would leave its memory or that cannot be computed.
-  i32 check(const hx_call& call, int size) const {
+  // 0, or -EINVAL for a call that would leave its memory, that cannot be computed, or that needs a link that `core` has not.
+  i32 check(const hx_call& call, const Core& core) const {
     const Entry* entry = find(call.plan);
-    if (!entry || entry->size != size || call.timeout < 0) return -EINVAL;
+    if (!entry || entry->size != core.size() || call.timeout < 0) return -EINVAL;
+    for (int peer : entry->peers)
+      if (!core.link(peer)) return -EINVAL;
     const i64* most = entry->plan->most;
     if (call.source_bytes < most[0] || call.out_bytes < most[1]) return -EINVAL;
     if ((most[0] > 0 && !call.source) || (most[1] > 0 && !call.out)) return -EINVAL;
@@ -49,6 +53,7 @@ class Plans {
   struct Entry {
     std::unique_ptr<const Plan> plan;  // null: removed; numbers are not used again
     int size;                          // of the generation
+    std::vector<int> peers;
     i32 uses;
     bool reduces;
     i64 reduced;  // all lengths of reductions, or-ed: a multiple of a power of two if all are

@@ -22,6 +22,7 @@ class Poller {
   void kick();  // ends the wait, or the next one; may be called in a signal handler
   void drain();  // takes a kick back
   int fd() const { return epoll_.get(); }
+  void abandon() { epoll_.close(), kick_.close(); }
 
  private:
   Descriptor epoll_, kick_;
