@@ -58,8 +58,7 @@ void Engine::begin(u32 generation, int me, const std::vector<int>& rails) {
 
 // Ends it as an abort does. Afterwards no operation runs.
 void Engine::stop(Generation& generation, std::string_view cause) {
-  generation.use([&](Core& core) { return core.abort(End::ABORTED, cause), true; });
-  generation.end(later(monotonic_ns(), SECOND));  // that of a finished one was not reported
+  if (generation.open()) generation.use([&](Core& core) { return core.abort(End::ABORTED, cause), true; });
   fail_rest();
 }
 
