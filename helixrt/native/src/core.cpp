@@ -70,7 +70,10 @@ void Core::sent(int peer, const Outgoing& message) {
 }
 
 void Core::received(int peer, const Incoming& message) {
-  if (message.owner) return finish(static_cast<Operation*>(message.owner), message.node);
+  if (auto* operation = static_cast<Operation*>(message.owner)) {
+    if (operation->call.external) io_.report({Event::ARRIVED, peer, operation->number, message.node, 0, {}});
+    return finish(operation, message.node);
+  }
   io_.report({Event::RECEIVED, peer, message.name.op, message.name.index, 0, {}});
 }
 

@@ -6,7 +6,8 @@
 
 namespace hx {
 namespace {
-enum NodeState : u8 { WAITING, READY, BEGUN, FINISHED };  // READY: a send whose turn has not come
+// READY: a send whose turn has not come. OUTSIDE: its owner carries it out.
+enum NodeState : u8 { WAITING, READY, BEGUN, FINISHED, OUTSIDE };
 }
 
 i64 Core::submit(const Call& call) {
@@ -61,6 +62,10 @@ void Core::run_ready() {
 
 void Core::start(Operation* operation, i32 number) {
   const Node& node = operation->call.plan->nodes[number];
+  if (is_external(*operation, node)) {
+    operation->state[number] = OUTSIDE;
+    return io_.report({Event::NODE, -1, operation->number, number, 0, {}});
+  }
   switch (node.kind) {
     case NodeKind::SEND:
       operation->state[number] = READY;
@@ -80,6 +85,25 @@ void Core::start(Operation* operation, i32 number) {
       compute(*operation, node);
       return finish(operation, number);
   }
+}
+
+bool Core::is_external(const Operation& operation, const Node& node) const {
+  if (!operation.call.external) return false;
+  return node.kind == NodeKind::SEND ? node.at[0].space == 0 : node.kind != NodeKind::RECEIVE;
+}
+
+void Core::node_done(i64 operation, i32 number) {
+  now_ = io_.now();
+  auto found = std::find_if(running_.begin(), running_.end(), [&](const Operation* each) { return each->number == operation; });
+  if (found == running_.end() || (*found)->state[number] != OUTSIDE) return;
+  const Node& node = (*found)->call.plan->nodes[number];
+  if (node.kind == NodeKind::SEND) {
+    (*found)->state[number] = READY;
+    transmit(*found, node.peer);
+  } else {
+    finish(*found, number);
+  }
+  run_ready();
 }
 
 void Core::transmit(Operation* operation, int peer) {  // the sends to one peer begin in the order of their index
