@@ -16,6 +16,9 @@ enum class Event : i32 {
   RAIL_LEFT = 6,  // rail `a` to `peer` is not used any more, `b` others are; text: why
   RAIL_BACK = 7,  // rail `a` to `peer` carries traffic again, as one of `b`
   CLOSED = 8,     // `peer` closed in order
+  NODE = 9,       // of an operation with `external` work: carry out node `a` (a reduction, a copy), or allow it (a send of the
+                  // source), then call Core::node_done
+  ARRIVED = 10,   // of such an operation: the message of node `a` is in its memory
 };
 
 struct Report {
