@@ -59,6 +59,8 @@ class EventKind(IntEnum):
     RAIL_LEFT = 6
     RAIL_BACK = 7
     CLOSED = 8
+    NODE = 9
+    ARRIVED = 10
 
 
 class Dtype(IntEnum):
@@ -100,6 +102,8 @@ class CCall(ctypes.Structure):
         ("name", c_int64),
         ("first", c_uint32),
         ("waits", c_uint32),
+        ("external", c_uint32),
+        ("unused", c_uint32),
     ]
 
 
@@ -156,10 +160,12 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hx_submit": (c_int64, (_ENGINE, POINTER(CCall))),
     "hx_wait": (c_int32, (_ENGINE, c_int64, c_int64)),
     "hx_status": (c_int32, (_ENGINE, c_int64)),
+    "hx_node_done": (c_int32, (_ENGINE, c_int64, c_int32)),
     "hx_send": (c_int32, (_ENGINE, c_int32, c_int64, c_uint32, c_void_p, c_int64)),
     "hx_receive": (c_int32, (_ENGINE, c_int32, c_int64, c_uint32, c_void_p, c_int64)),
     "hx_events": (c_int32, (_ENGINE, POINTER(CEvent), c_int32)),
     "hx_event_fd": (c_int32, (_ENGINE,)),
+    "hx_ended": (c_int32, (_ENGINE, POINTER(CEvent))),
     "hx_announce": (c_int32, (_ENGINE, c_int32)),
     "hx_counters": (c_int32, (_ENGINE, c_int32, c_int32, POINTER(CRailCounters))),
     "hx_loop": (c_int32, (_ENGINE, POINTER(CLoopCounters))),
