@@ -56,8 +56,8 @@ template <typename T> concept Number = requires(T a) { a + a; };
 template <Number T> T twice(std::span<const T> of) { return of[0] + of[0]; }
 extern "C" int hx_probe(int x) {
   std::vector<int> numbers{x};
-  std::atomic<unsigned> bits{std::popcount(unsigned(x))};
-  return twice<int>(numbers) + int(bits.load());
+  std::atomic<int> bits{std::popcount(unsigned(x))};
+  return twice<int>(numbers) + bits.load();
 }
 """
 

@@ -118,7 +118,10 @@ def memory_of(of: Any) -> tuple[int | None, int, object]:
             given = f"{tuple(of.shape)} with strides {of.stride()} on {of.device}"
             raise Fatal(f"the data plane needs a contiguous tensor on the CPU, not one of {given}")
         return of.data_ptr(), of.nbytes, of
-    view = memoryview(of).cast("B")
+    view = memoryview(of)
+    if not view.nbytes:
+        return None, 0, None
+    view = view.cast("B")
     if isinstance(of, bytes):
         return ctypes.cast(ctypes.c_char_p(of), ctypes.c_void_p).value, len(of), of
     kept = (ctypes.c_char * len(view)).from_buffer(view)
