@@ -44,28 +44,23 @@ void write(char* into, i64 bytes, std::string_view text) {
   into[n] = 0;
 }
 
-bool read(const hx_options& given, Options& options) {
-  i64* const times[] = {&options.connect, &options.answer, &options.attempt, &options.retry, &options.rest, &options.longest_rest,
-                        &options.steady, &options.acknowledge};
+bool read(const hx_options& given, Options& to) {
+  const auto size = [](u64& value) { return reinterpret_cast<i64*>(&value); };
+  i64* const values[] = {&to.connect, &to.answer, &to.attempt, &to.retry, &to.rest, &to.longest_rest, &to.steady, &to.acknowledge,
+                         size(to.eager_bytes), size(to.keep_bytes), size(to.eager_memory), size(to.rail_bytes), size(to.window_bytes),
+                         size(to.turn_bytes)};
   const i64* from = &given.connect;
-  for (i64* each : times) {
+  static_assert(offsetof(hx_options, concurrent) == (1 + std::size(values)) * sizeof(i64));
+  for (i64* value : values) {
     if (*from < 0) return false;
-    if (*from) *each = *from;
-    from++;
-  }
-  u64* const sizes[] = {&options.eager_bytes, &options.keep_bytes, &options.eager_memory, &options.rail_bytes, &options.window_bytes,
-                        &options.turn_bytes};
-  for (u64* each : sizes) {
-    if (*from < 0) return false;
-    if (*from) *each = u64(*from);
+    *value = *from ? *from : *value;
     from++;
   }
   if (given.concurrent < 0 || given.concurrent > INT32_MAX || given.period < -1) return false;
-  if (given.concurrent) options.concurrent = int(given.concurrent);
-  if (given.period) options.period = std::max<i64>(given.period, 0);
+  if (given.concurrent) to.concurrent = int(given.concurrent);
+  if (given.period) to.period = std::max<i64>(given.period, 0);
   return true;
 }
-static_assert(offsetof(hx_options, connect) == sizeof(i64) && offsetof(hx_options, eager_bytes) == 9 * sizeof(i64));
 }  // namespace
 
 int32_t hx_abi(void) { return HX_ABI; }
@@ -180,6 +175,10 @@ int32_t hx_status(hx_engine* e, int64_t operation) {
   return use(e, [=](Engine& engine) { return engine.status(operation); });
 }
 
+int32_t hx_node_done(hx_engine* e, int64_t operation, int32_t node) {
+  return use(e, [=](Engine& engine) { return engine.node_done(operation, node); });
+}
+
 int32_t hx_send(hx_engine* e, int32_t peer, int64_t op, uint32_t index, const void* data, int64_t bytes) {
   return use(e, [=](Engine& engine) -> i32 {
     if (bytes < 0 || u64(bytes) > MESSAGE_BYTES || (bytes && !data)) return -EINVAL;
@@ -197,6 +196,9 @@ int32_t hx_receive(hx_engine* e, int32_t peer, int64_t op, uint32_t index, void*
 
 int32_t hx_events(hx_engine* e, hx_event* into, int32_t most) {
   return use(e, [=](Engine& engine) -> i32 { return into || most <= 0 ? engine.events(into, most) : -EINVAL; });
+}
+int32_t hx_ended(hx_engine* e, hx_event* into) {
+  return use(e, [=](Engine& engine) -> i32 { return engine.ended(into); });
 }
 int32_t hx_event_fd(hx_engine* e) {
   return use(e, [](Engine& engine) { return engine.event_fd(); });

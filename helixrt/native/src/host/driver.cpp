@@ -38,6 +38,7 @@ void Driver::abandon() {
 
 bool Driver::await(Hold& hold, const std::function<bool()>& done, i64 until) {
   bool undisturbed = true;
+  follows_ = false;
   while (undisturbed && !done() && monotonic_ns() < until) {
     if (!driving_) {
       undisturbed = drive(done, until);
@@ -61,6 +62,7 @@ void Driver::added(bool caller_follows) {
   } else if (!driving_ && !caller_follows) {
     pass_on();
   }
+  follows_ |= caller_follows;
 }
 
 void Driver::changed() {
@@ -150,7 +152,7 @@ void Driver::run() {
   mutex_.lock_last();
   for (i64 idle = 0; !stopping_;) {
     const i64 now = monotonic_ns();
-    const bool park = driving_ || (now - drove_at_ < PARK && !work_.waits());
+    const bool park = driving_ || (now - drove_at_ < PARK && (follows_ || !work_.waits()));
     if (!park) {
       const bool came = turn(now);
       if (came || !idle) idle = came ? 0 : now;
@@ -179,6 +181,7 @@ void Driver::thread_sleep(bool park) {
     ppoll(fds, park ? 1 : 2, until == NEVER ? nullptr : &t, nullptr);
     if (fds[0].revents) clear_event(call_thread_.get());
     park = true, until = later(monotonic_ns(), PARK);
+    if (driving_) state_ = State::PARKED;
   } while (driving_ && !stopping_);
   mutex_.lock_last();
   state_ = State::AWAKE;

@@ -40,7 +40,7 @@ class Driver {
   // Until `done`, or `until`. False: a signal came, and its handler has run; a signal that comes while the caller does not sleep
   // is not noticed. `hold` is held when it is called and when it returns.
   bool await(Hold& hold, const std::function<bool()>& done, i64 until);
-  void added(bool caller_follows);  // there is more work; a caller that follows awaits at once. With the mutex held
+  void added(bool caller_follows);  // there is more work; a caller that follows awaits it at once. With the mutex held
   void changed();                   // those who await should look again. With the mutex held
   void call();                      // there is more work; may be called in a signal handler
 
@@ -65,6 +65,7 @@ class Driver {
   Poller& poller_;
   std::atomic<bool> driving_{false};  // a caller does
   bool asleep_ = false;               // and is in epoll
+  bool follows_ = false;              // one is about to
   int sleepers_ = 0;                  // callers that wait beside it
   Changes changes_;                   // for them
   i64 drove_at_ = 0;

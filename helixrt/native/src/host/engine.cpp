@@ -26,15 +26,14 @@ Engine::Engine(const Options& options) : options_(options), driver_(*this, mutex
 Engine::~Engine() {
   {
     Hold hold(mutex_);
-    if (current_) stop(*current_, "the engine was freed");
-    driver_.await(hold, [this] { return (!current_ || current_->closed()) && !past_; }, later(monotonic_ns(), 2 * SECOND));
+    stop("the engine was freed");
+    driver_.await(hold, [this] { return !current_ || current_->closed(); }, later(monotonic_ns(), 2 * SECOND));
   }
   driver_.stop();
 }
 
 void Engine::abandon() {
   if (current_) current_->abandon();
-  if (past_) past_->abandon();
   poller_.abandon();
   events_.abandon();
   driver_.abandon();
@@ -44,33 +43,27 @@ void Engine::abandon() {
 
 void Engine::begin(u32 generation, int me, const std::vector<int>& rails) {
   Hold hold(mutex_);
-  retire(past_);
+  stop("another generation begins");
   if (current_) {
-    stop(*current_, "another generation begins");
-    past_ = std::move(current_);
-    if (past_->closed()) retire(past_);
+    const Core& core = current_->core();
+    for (int peer = 0; peer < core.size(); peer++)
+      for (int rail = 0; has_rail(core, peer, rail); rail++) add(counters_[{peer, rail}], *core.link(peer), rail);
+    system_calls_ += current_->system_calls;
   }
   aborting_ = false;
+  current_.reset();
+  ended_.reset();
   Generation::Owner& owner = *this;
   current_ = std::make_unique<Generation>(owner, poller_, options_, ++serial_, statuses_.next(), generation, me, rails);
+  driver_.changed();
   driver_.added(false);
 }
 
-// Ends it as an abort does. Afterwards no operation runs.
-void Engine::stop(Generation& generation, std::string_view cause) {
-  if (generation.open()) generation.use([&](Core& core) { return core.abort(End::ABORTED, cause), true; });
+// As an abort. Afterwards no operation runs.
+void Engine::stop(const char* cause) {
+  if (!current_) return;
+  if (current_->open()) current_->use([=](Core& core) { return core.abort(End::ABORTED, cause), true; });
   fail_rest();
-}
-
-// Its figures are kept.
-void Engine::retire(std::unique_ptr<Generation>& generation) {
-  if (!generation) return;
-  const Core& core = generation->core();
-  for (int peer = 0; peer < core.size(); peer++)
-    for (int rail = 0; core.link(peer) && rail < int(core.link(peer)->rails().size()); rail++)
-      add(counters_[{peer, rail}], *core.link(peer), rail);
-  system_calls_ += generation->system_calls;
-  generation.reset();
 }
 
 i32 Engine::rail_up(std::unique_ptr<Connection> connection, u32 number) {
@@ -140,7 +133,7 @@ i64 Engine::submit(const hx_call& call) {
   const Reduction reduction{Dtype(call.dtype), Operator(call.op), call.divisor};
   const i64 deadline = call.timeout ? later(monotonic_ns(), call.timeout) : NEVER;
   const Call given{plans_.use(call.plan), call.source, call.out, reduction, deadline, call.fingerprint, call.name, call.first};
-  const i64 number = statuses_.begin(call.plan);
+  const i64 number = statuses_.begin(call.plan, call.waits);
   current_->use([&](Core& core) { return core.submit(given), true; });
   driver_.added(call.waits);
   return number;
@@ -170,12 +163,22 @@ i32 Engine::message(int peer, const std::function<bool(Core&)>& post) {
   return posted ? 0 : -ENOTCONN;
 }
 
+i32 Engine::node_done(i64 operation, i32 node) {
+  Hold hold(mutex_);
+  if (const i32 status = statuses_.get(operation)) return std::min(status, 0);
+  if (node < 0 || node >= i32(plans_.at(statuses_.plan(operation)).nodes.size())) return -EINVAL;
+  current_->use([&](Core& core) { return core.node_done(operation - current_->first_operation, node), true; });
+  driver_.added(false);
+  return 0;
+}
+
 void Engine::end_operation(i64 operation, Status status) {
   const i64 plan = statuses_.plan(operation);
+  const bool announced = announce_ && !statuses_.awaited(operation);
   if (!statuses_.end(operation, status)) return;
   plans_.leave(plan);
   driver_.changed();
-  if (announce_) events_.push({Event::DONE, -1, operation, status, 0, {}}, monotonic_ns());
+  if (announced) events_.push({Event::DONE, -1, operation, status, 0, {}}, monotonic_ns());
 }
 
 // Those that an end has left, which no correct core does.
@@ -188,8 +191,10 @@ void Engine::fail_rest() {
 
 void Engine::happened(Generation& generation, Report&& report) {
   if (report.event == Event::DONE) return end_operation(generation.first_operation + report.op, Status(report.a));
-  if (&generation == past_.get()) return;  // its end was told
-  events_.push(std::move(report), monotonic_ns());
+  if (report.event == Event::NODE || report.event == Event::ARRIVED) report.op += generation.first_operation;
+  const i64 now = monotonic_ns();
+  if (report.event == Event::ENDED) ended_ = std::make_unique<hx_event>(Events::outside(report, now));
+  events_.push(std::move(report), now);
 }
 
 void Engine::broke(Generation& generation, const char* why) {
@@ -201,6 +206,11 @@ i32 Engine::events(hx_event* into, i32 most) {
   Hold hold(mutex_);
   return events_.take(into, most);
 }
+bool Engine::ended(hx_event* into) {
+  Hold hold(mutex_);
+  if (ended_ && into) *into = *ended_;
+  return ended_ != nullptr;
+}
 void Engine::announce(bool yes) {
   Hold hold(mutex_);
   announce_ = yes;
@@ -209,26 +219,10 @@ void Engine::announce(bool yes) {
 // ---------------------------------------------------------------- turns
 
 bool Engine::turn(i64 now, std::span<const epoll_event> ready, bool all) {
-  if (aborting_.exchange(false) && current_)
-    current_->use([](Core& core) { return core.abort(End::ABORTED, "aborted by a signal handler"), true; });
-  bool came = false;
-  if (past_) came |= past_->turn(now, ready, all);
-  if (past_ && past_->closed()) retire(past_), driver_.changed();
-  if (current_) came |= current_->turn(now, ready, all);
-  return came;
-}
-int Engine::sockets() const { return (current_ ? current_->sockets() : 0) + (past_ ? past_->sockets() : 0); }
-i64 Engine::due() const { return std::min(current_ ? current_->due() : NEVER, past_ ? past_->due() : NEVER); }
-bool Engine::waits() const { return aborting_ || past_ || (current_ && current_->waits()); }
-bool Engine::may_sleep() {
-  bool may = !aborting_;
-  if (past_) may &= past_->may_sleep();
-  if (current_) may &= current_->may_sleep();
-  return may;
-}
-void Engine::awake() {
-  if (past_) past_->awake();
-  if (current_) current_->awake();
+  const bool aborts = aborting_.exchange(false);
+  if (!current_) return false;
+  if (aborts) current_->use([](Core& core) { return core.abort(End::ABORTED, "aborted by a signal handler"), true; });
+  return current_->turn(now, ready, all);
 }
 
 // ---------------------------------------------------------------- figures
@@ -236,18 +230,17 @@ void Engine::awake() {
 i32 Engine::counters(int peer, int rail, hx_rail_counters* into) {
   Hold hold(mutex_);
   const auto earlier = counters_.find({peer, rail});
-  const bool now = current_ && has_rail(current_->core(), peer, rail), past = past_ && has_rail(past_->core(), peer, rail);
-  if (!now && !past && earlier == counters_.end()) return -EINVAL;
+  const bool now = current_ && has_rail(current_->core(), peer, rail);
+  if (!now && earlier == counters_.end()) return -EINVAL;
   *into = earlier == counters_.end() ? hx_rail_counters{} : earlier->second;
   if (now) add(*into, *current_->core().link(peer), rail);
-  if (past) add(*into, *past_->core().link(peer), rail);
   return 0;
 }
 
 void Engine::loop(hx_loop_counters* into) {
   Hold hold(mutex_);
   *into = driver_.figures();
-  into->system_calls += system_calls_ + (current_ ? current_->system_calls : 0) + (past_ ? past_->system_calls : 0);
+  into->system_calls += system_calls_ + (current_ ? current_->system_calls : 0);
 }
 
 std::string Engine::print() {
@@ -255,7 +248,6 @@ std::string Engine::print() {
   std::ostringstream text;
   text << driver_.print() << statuses_.next() << " operations, " << statuses_.running() << " run, " << events_.waiting() << " events, "
        << sockets() << " sockets\n";
-  if (past_) text << "being ended:\n" << past_->core().print();
   if (current_) text << (current_->closed() ? "closed:\n" : "") << current_->core().print();
   return text.str();
 }

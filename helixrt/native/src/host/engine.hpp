@@ -31,8 +31,10 @@ class Engine final : private Generation::Owner, private Driver::Work {
   i64 submit(const hx_call& call);
   i32 wait(i64 operation, i64 timeout);
   i32 status(i64 operation) const { return statuses_.get(operation); }
+  i32 node_done(i64 operation, i32 node);
   i32 message(int peer, const std::function<bool(Core&)>& post);
   i32 events(hx_event* into, i32 most);
+  bool ended(hx_event* into);
   int event_fd() const { return events_.fd(); }
   void announce(bool yes);
   i32 counters(int peer, int rail, hx_rail_counters* into);
@@ -48,16 +50,17 @@ class Engine final : private Generation::Owner, private Driver::Work {
   void closed() override { driver_.changed(); }
   // Driver::Work
   bool turn(i64 now, std::span<const epoll_event> ready, bool all) override;
-  int sockets() const override;
-  i64 due() const override;
-  bool waits() const override;
-  bool may_sleep() override;
-  void awake() override;
+  int sockets() const override { return current_ ? current_->sockets() : 0; }
+  i64 due() const override { return current_ ? current_->due() : NEVER; }
+  bool waits() const override { return aborting_ || (current_ && current_->waits()); }
+  bool may_sleep() override { return !aborting_ && (!current_ || current_->may_sleep()); }
+  void awake() override {
+    if (current_) current_->awake();
+  }
 
   void end_operation(i64 operation, Status status);
   void fail_rest();
-  void stop(Generation& generation, std::string_view cause);
-  void retire(std::unique_ptr<Generation>& generation);
+  void stop(const char* cause);
 
   const Options options_;
   TurnMutex mutex_;
@@ -67,7 +70,7 @@ class Engine final : private Generation::Owner, private Driver::Work {
   Plans plans_;
   u32 serial_ = 0;
   std::unique_ptr<Generation> current_;
-  std::unique_ptr<Generation> past_;  // `begin` ended it, and it has not told all peers yet
+  std::unique_ptr<hx_event> ended_;  // that of the generation
   std::map<std::pair<int, int>, hx_rail_counters> counters_;  // of earlier generations, by peer and rail
   i64 system_calls_ = 0;                                      // of theirs
   bool announce_ = false;

@@ -13,12 +13,15 @@ constexpr bool divides(Dtype dtype) { return dtype >= Dtype::F16; }  // a mean h
 class Plans {
  public:
   i64 add(std::unique_ptr<const Plan> plan, int size) {
-    Entry entry{std::move(plan), size, {}, 0, false, 0};
+    Entry entry{std::move(plan), size, {}, 0, false, false, 0};
     for (int peer = 0; peer < size; peer++)
       if (!entry.plan->sends[std::size_t(peer)].empty() || !entry.plan->receives[std::size_t(peer)].empty())
         entry.peers.push_back(peer);
     for (const Node& node : entry.plan->nodes)
-      if (node.kind == NodeKind::REDUCE || (node.flags & ON_ARRIVAL)) entry.reduces = true, entry.reduced |= node.bytes;
+      if (node.kind == NodeKind::REDUCE)
+        entry.reduces = true, entry.reduced |= node.bytes;
+      else if (node.flags & ON_ARRIVAL)
+        entry.reduces_on_arrival = true, entry.reduced |= node.bytes;
     entries_.push_back(std::move(entry));
     return i64(entries_.size()) - 1;
   }
@@ -31,7 +34,7 @@ class Plans {
     const i64* most = entry->plan->most;
     if (call.source_bytes < most[0] || call.out_bytes < most[1]) return -EINVAL;
     if ((most[0] > 0 && !call.source) || (most[1] > 0 && !call.out)) return -EINVAL;
-    if (!entry->reduces) return 0;
+    if (!entry->reduces_on_arrival && (!entry->reduces || call.external)) return 0;
     if (call.dtype < 0 || call.dtype >= i32(Dtype::DTYPES) || call.op < 0 || call.op >= i32(Operator::OPERATORS)) return -EINVAL;
     const Dtype dtype = Dtype(call.dtype);
     if (!can_reduce(dtype, Operator(call.op)) || entry->reduced & (element_bytes(dtype) - 1)) return -EINVAL;
@@ -41,6 +44,7 @@ class Plans {
     entries_[std::size_t(number)].uses++;
     return entries_[std::size_t(number)].plan.get();
   }
+  const Plan& at(i64 number) const { return *entries_[std::size_t(number)].plan; }
   void leave(i64 number) { entries_[std::size_t(number)].uses--; }
   i32 remove(i64 number) {
     if (!find(number)) return -EINVAL;
@@ -55,7 +59,7 @@ class Plans {
     int size;                          // of the generation
     std::vector<int> peers;
     i32 uses;
-    bool reduces;
+    bool reduces, reduces_on_arrival;
     i64 reduced;  // all lengths of reductions, or-ed: a multiple of a power of two if all are
   };
   const Entry* find(i64 number) const {

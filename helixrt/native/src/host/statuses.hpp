@@ -25,8 +25,8 @@ class Statuses {
   // With the engine's mutex held.
   i64 next() const { return next_; }
   bool room() const { return slot(next_).word.load() & 3; }  // false: one from very long ago still runs
-  i64 begin(i64 plan) {
-    slot(next_).plan = plan;
+  i64 begin(i64 plan, bool awaited) {
+    slot(next_).plan = plan, slot(next_).awaited = awaited;
     slot(next_).word = u64(next_) << 2 | RUNNING;
     running_++;
     return next_++;
@@ -37,7 +37,8 @@ class Statuses {
     running_--;
     return true;
   }
-  i64 plan(i64 number) const { return slot(number).plan; }  // while it runs
+  i64 plan(i64 number) const { return slot(number).plan; }  // while it runs, as the next
+  bool awaited(i64 number) const { return slot(number).awaited; }
   i64 running() const { return running_; }
 
  private:
@@ -45,6 +46,7 @@ class Statuses {
   struct Slot {
     std::atomic<u64> word;  // number, then two bits of Status
     i64 plan = 0;
+    bool awaited = false;
   };
   Slot& slot(i64 number) { return slots_[std::size_t(number % SLOTS)]; }
   const Slot& slot(i64 number) const { return slots_[std::size_t(number % SLOTS)]; }

@@ -65,7 +65,7 @@ void work(int me, int number, const int64_t* plans, int rounds, unsigned seed) {
       source[i].assign((is_long ? LONG : SHORT) / 4, float(me + 1 + round % 100)), out[i].assign(source[i].size(), 0);
       const int64_t bytes = is_long ? LONG : SHORT;
       const hx_call call{plans[is_long], source[i].data(), out[i].data(), bytes, bytes, 11, 0, 1, int64_t(20e9), 0, -1 - number,
-                         uint32_t(round * 2 + i), uint32_t(i && random() % 2)};
+                         uint32_t(round * 2 + i), uint32_t(i && random() % 2), 0, 0};
       operations[i] = hx_submit(engine, &call);
       REQUIRE(operations[i] >= 0, operations[i]);
     }
