@@ -27,11 +27,14 @@ def memory(secret: bytes, heartbeat_s: float | None) -> Endpoint:
 
 class TestTcp(EndpointConformance, StopConformance):
     make = staticmethod(tcp)
+    ends_together = True
 
 
 class TestTwoRails(EndpointConformance, StopConformance):
     make = staticmethod(two_rails)
+    ends_together = True
 
 
 class TestMemory(EndpointConformance, StopConformance):
     make = staticmethod(memory)
+    ends_together = True
