@@ -68,13 +68,14 @@ class Driver(Protocol):
 class Handle:
     """One submitted operation. `wait` may be called from any thread, any number of times."""
 
-    __slots__ = ("_callbacks", "_driver", "_finish", "_join", "_sleepers", "done", "failure")
+    __slots__ = ("_callbacks", "_driver", "_finish", "_join", "_sleepers", "done", "failure", "number")
 
     def __init__(
         self, driver: Driver | None, finish: Callable[[], None] | None = None, join: Callable[[], None] | None = None
     ) -> None:
         self._driver, self._finish, self._join = driver, finish, join
         self._sleepers: list[Latch] = []
+        self.number = -1  # of the operation, where its driver counts them
         self._callbacks: list[Callable[[], None]] | None = []
         self.done = False
         self.failure: CollectiveError | None = None

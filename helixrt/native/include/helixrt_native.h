@@ -74,7 +74,9 @@ typedef struct {
   int64_t timeout; /* until the operation must have ended; 0: none. An operation that has not ends the generation */
   int64_t fingerprint, name;
   uint32_t first;
-  uint32_t waits; /* 1: hx_wait follows at once, in this thread */
+  uint32_t waits; /* 1: hx_wait follows at once, in this thread; its end is not announced */
+  uint32_t external; /* 1: reductions, copies and the leave to send the source are the caller's (events NODE and ARRIVED) */
+  uint32_t unused;
 } hx_call;
 
 int64_t hx_submit(hx_engine *engine, const hx_call *call); /* the operation's number; -EINVAL for memory that is too short */
@@ -82,6 +84,9 @@ int64_t hx_submit(hx_engine *engine, const hx_call *call); /* the operation's nu
  * engine. */
 int32_t hx_wait(hx_engine *engine, int64_t operation, int64_t timeout);
 int32_t hx_status(hx_engine *engine, int64_t operation); /* Status, without waiting */
+
+/* Node `node` of an operation with `external` work is carried out; nothing if the operation is over. */
+int32_t hx_node_done(hx_engine *engine, int64_t operation, int32_t node);
 
 /* ---- single messages: each ends with an event, SENT or RECEIVED, unless the generation ends first */
 int32_t hx_send(hx_engine *engine, int32_t peer, int64_t op, uint32_t index, const void *data, int64_t bytes);
@@ -96,7 +101,8 @@ typedef struct {
 } hx_event;
 int32_t hx_events(hx_engine *engine, hx_event *into, int32_t most); /* how many were written, oldest first */
 int32_t hx_event_fd(hx_engine *engine);                             /* readable while there are events */
-int32_t hx_announce(hx_engine *engine, int32_t yes);                /* DONE comes as an event, too */
+int32_t hx_ended(hx_engine *engine, hx_event *into);                /* 1 and the event if the generation is over, else 0 */
+int32_t hx_announce(hx_engine *engine, int32_t yes);                /* DONE comes as an event, too, but where the call said `waits` */
 
 /* ---- figures, since the engine was made */
 typedef struct {

@@ -32,6 +32,7 @@ struct Call {  // one operation
   i64 fingerprint = 0;  // of a collective: what all ranks must agree on, a part of its messages' names (calls.py)
   i64 name = 0;         // below 0: a point-to-point operation, whose messages both ends call (name, first + index)
   u32 first = 0;
+  bool external = false;  // reductions and copies are the owner's, and sends of the source wait for its leave (Event::NODE)
 };
 
 struct Operation {
@@ -62,6 +63,7 @@ class Core final : private Link::Owner {
 
   // ---- work
   i64 submit(const Call& call);  // the number of the operation, from 0; Event::DONE follows, also when the generation is over
+  void node_done(i64 operation, i32 node);  // of external work; nothing if the operation is over
   bool send(int peer, Name name, const void* data, u64 bytes);  // a single message; false: no such peer, or the generation is over
   bool receive(int peer, Name name, void* into, u64 bytes);
 
@@ -97,6 +99,7 @@ class Core final : private Link::Owner {
   void begin(Operation* operation);
   void start(Operation* operation, i32 node);
   void transmit(Operation* operation, int peer);
+  bool is_external(const Operation& operation, const Node& node) const;
   void compute(const Operation& operation, const Node& node) const;
   void finish(Operation* operation, i32 node);
   void run_ready();

@@ -10,7 +10,10 @@ static_assert(std::endian::native == std::endian::little, "frames are written as
 
 constexpr u32 PROTOCOL = 1;
 constexpr u16 MAGIC = 0x4858;
-constexpr u64 FRAGMENT_BYTES = 1 << 20;   // of a message in one frame, at most; a multiple of every element size
+#ifndef HX_FRAGMENT_BYTES  // smaller in the simulation
+#define HX_FRAGMENT_BYTES (1 << 20)
+#endif
+constexpr u64 FRAGMENT_BYTES = HX_FRAGMENT_BYTES;  // of a message in one frame, at most; a multiple of every element size
 constexpr u64 CONTROL_BYTES = 4096;       // of the body of a frame that is no DATA, at most
 constexpr u64 MESSAGE_BYTES = u64(1) << 46;
 
@@ -36,6 +39,7 @@ enum Flag : u8 {
   ACK_ME = 1,  // somebody waits for the acknowledgement
   EAGER = 2,   // counts against the receiver's memory for messages that were not asked for yet
   ANSWER = 4,
+  MORE = 8,    // of a PROBE: it has further frames, and the last one is answered
 };
 
 struct Header {
