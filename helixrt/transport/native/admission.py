@@ -1,7 +1,7 @@
 """Incoming connections until they are authenticated, and those of later generations until they are wanted.
 
-In: listening sockets. Out: connections whose other end proved the run's secret and said what they are for; others are closed and
-counted. A connection has `HANDSHAKE_S` for its proof, and at most `MAX_HALF_OPEN` are open at once; a further one closes
+In: listening sockets. Out: connections whose other end proved the run's secret and said what they are for; others are closed
+and counted. A connection has `HANDSHAKE_S` for its proof, and at most `MAX_HALF_OPEN` are open at once; a further one closes
 the oldest. So unauthenticated connections cost little and block no peer: nothing else is kept of them, whatever generation they
 name, and a peer whose connection was closed for one of them dials again at once.
 """

@@ -1,7 +1,7 @@
 """The connector's half of a handshake, from `connect` on.
 
-In: where to connect to, and what for. Out: a socket whose other end proved the secret and accepted, with the shared memory if it is
-a Unix socket; or the class of the failure, and whether the other end's kernel had taken the connection.
+In: where to connect to, and what for. Out: a socket whose other end proved the secret and accepted, with the shared memory if
+it is a Unix socket; or the class of the failure, and whether the other end's kernel had taken the connection.
 """
 
 from __future__ import annotations

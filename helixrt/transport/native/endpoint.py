@@ -1,12 +1,13 @@
 """An `Endpoint` (`contract.py`) over the native engine: single messages between ranks, over TCP rails and shared memory.
 
-In: the run's secret and this host's rails. Out: what the contract says. Collectives hand plans to the engine and do not use this.
+In: the run's secret and this host's rails. Out: what the contract says. Collectives hand plans to the engine and do not use
+this.
 
 The engine writes what it was given until the message's event, and cannot forget one. So messages are received in memory of this
 endpoint, and long ones are sent from a copy: the caller's memory is touched in `send`, in `progress` and nowhere else.
 
-One difference to other endpoints: a peer that is lost, or aborts, ends the generation for all of its links, as a collective would
-end for all its ranks anyway. The outcome names the first cause; the other peers get it as well.
+One difference to other endpoints: a peer that is lost, or aborts, ends the generation for all of its links, as a collective
+would end for all its ranks anyway. The outcome names the first cause; the other peers get it as well.
 """
 
 from __future__ import annotations
@@ -15,28 +16,21 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
 
 from helixrt.errors import Cause, Retryable
-from helixrt.native.engine import Engine, Kind, protocol
+from helixrt.native.engine import EngineEvent
+from helixrt.native.library import EventKind
 from helixrt.record import FlightRecord
 from helixrt.record import Kind as Recorded
 from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAborted, Received, Refused, Sent, Sink
 from helixrt.transport.forking import disown_in_children
 from helixrt.transport.native.causes import parse_cause
-from helixrt.transport.native.links import Links, LinksOptions
+from helixrt.transport.native.links import COPIED_BYTES, Links, LinksOptions, new_engine
 from helixrt.transport.native.meeting import with_own_trouble
 from helixrt.transport.tcp.rails import TcpRail
 
-if TYPE_CHECKING:
-    from helixrt.native.engine import Event
-
 Name = tuple[int, int, int]  # peer, op, index
-COPIED_BYTES = 512 << 10  # the engine copies a message up to here itself, at once
-
-
-def new_engine(options: LinksOptions) -> Engine:
-    return Engine(period_s=options.period_s)
 
 
 class NativeEndpoint(Endpoint):
@@ -51,7 +45,7 @@ class NativeEndpoint(Endpoint):
     ) -> None:
         options = options or LinksOptions()
         self._record = record
-        self._events: deque[Event] = deque()  # filled by the thread of the links
+        self._events: deque[EngineEvent] = deque()  # filled by the thread of the links
         self._peers: frozenset[int] = frozenset()
         self._over = True  # there is no generation, or it ended
         self._closed = False
@@ -62,7 +56,7 @@ class NativeEndpoint(Endpoint):
         try:
             self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable while there are events
             try:
-                self._links = Links(self._engine, secret, rails, options, self._hear, protocol())
+                self._links = Links(self._engine, secret, rails, options, self._hear)
             except BaseException:
                 os.close(self._news)
                 raise
@@ -71,7 +65,7 @@ class NativeEndpoint(Endpoint):
             raise
         disown_in_children(self)
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: EngineEvent) -> None:
         self._events.append(event)
         os.eventfd_write(self._news, 1)
 
@@ -142,8 +136,8 @@ class NativeEndpoint(Endpoint):
             return
         copy = data if len(data) <= COPIED_BYTES else memoryview(bytes(data))
         self._sending[name] = copy
-        if not self._engine.send(peer, op, index, copy):
-            self._sending.pop(name, None)
+        with suppress(Retryable):  # the generation has ended; the event is on its way
+            self._engine.send(peer, op, index, copy)
 
     def receive(self, peer: int, op: int, index: int, into: Buffer | Sink) -> None:
         name = self._name(peer, op, index, self._receiving)
@@ -151,8 +145,8 @@ class NativeEndpoint(Endpoint):
             return
         own = bytearray(len(into))
         self._receiving[name] = own, into
-        if not self._engine.receive(peer, op, index, memoryview(own)):
-            self._receiving.pop(name, None)
+        with suppress(Retryable):
+            self._engine.receive(peer, op, index, memoryview(own))
 
     def _name(self, peer: int, op: int, index: int, begun: Mapping[Name, object]) -> Name:
         if not self._closed and peer not in self._peers:
@@ -189,22 +183,22 @@ class NativeEndpoint(Endpoint):
                 outcomes.append(outcome)
         return outcomes
 
-    def _outcome(self, event: Event) -> Outcome | None:
+    def _outcome(self, event: EngineEvent) -> Outcome | None:
         kind, peer = event.kind, event.peer
-        if kind == Kind.SENT:
+        if kind is EventKind.SENT:
             name = (peer, event.op, event.a)
             known = self._sending.pop(name, None) is not None
             if name in self._forgotten:
                 self._forgotten.discard(name)
                 return None
             return Sent(peer, event.op, event.a) if known else None
-        if kind == Kind.RECEIVED:
+        if kind is EventKind.RECEIVED:
             return self._received(peer, event.op, event.a)
-        if kind == Kind.ENDED:
+        if kind is EventKind.ENDED:
             return self._ended(peer, event.text)
-        if self._record is not None and kind == Kind.RAIL_LEFT:
+        if self._record is not None and kind is EventKind.RAIL_LEFT:
             self._record.write(Recorded.RAIL_LEFT, peer=peer, rail=event.a, failure=None, reason=event.text, usable=event.b)
-        elif self._record is not None and kind == Kind.RAIL_BACK:
+        elif self._record is not None and kind is EventKind.RAIL_BACK:
             self._record.write(Recorded.RAIL_BACK, peer=peer, rail=event.a, usable=event.b)
         return None
 

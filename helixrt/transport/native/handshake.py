@@ -7,10 +7,10 @@
                                       <-     verdict, its generation, and its proof over all of that
 
 Each end's first eight bytes are a `Greeting`: the name of this protocol and the number of the frames that follow
-(`hx_protocol`). They are the same in all versions, so ends of different versions can tell each other. The connector proves first:
-an unauthenticated process receives only a nonce, and nothing is kept for it but its place among the half-open connections
-(`admission`). Over a Unix socket the verdict of a rail carries a descriptor, the memory that both ends map. What follows is
-not encrypted, as Gloo's and NCCL's is not.
+(`hx_protocol`). They are the same in all versions, so ends of different versions can tell each other. The connector proves
+first: an unauthenticated process receives only a nonce, and nothing is kept for it but its place among the half-open
+connections (`admission`). Over a Unix socket the verdict of a rail carries a descriptor, the memory that both ends map. What
+follows is not encrypted, as Gloo's and NCCL's is not.
 
 In and out: bytes of fixed sizes; sockets are `admission`'s and `dial`'s.
 """

@@ -1,10 +1,11 @@
 """A rank's links: the native engine, and the thread that accepts, authenticates, dials and restores its connections.
 
-In: the run's secret, this host's rails, and the peers' addresses of each generation. Out: an engine whose rails are connected, and its
-events. Connections of newer generations are parked until this rank connects to that generation, after they have proved the secret.
+In: the run's secret, this host's rails, and the peers' addresses of each generation. Out: an engine whose rails are connected,
+and its events. Connections of newer generations are parked until this rank connects to that generation, after they have proved
+the secret.
 
-`Links` starts one thread, which `close` ends; all state of connections is the thread's, other threads hand it calls. The engine's
-own thread moves bytes meanwhile, so only connecting waits for a process that holds its interpreter lock.
+`Links` starts one thread, which `close` ends; all state of connections is the thread's, other threads hand it calls. The
+engine's own thread moves bytes meanwhile, so only connecting waits for a process that holds its interpreter lock.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from helixrt.errors import Cause, ConfigError, Retryable
-from helixrt.native.engine import Engine
+from helixrt.errors import Cause, ConfigError, HelixError, Retryable
+from helixrt.native.engine import Engine, EngineEvent, Options
+from helixrt.native.library import EventKind, library
 from helixrt.transport.contract import Refused
 from helixrt.transport.native.address import (
     Address,
@@ -39,9 +42,8 @@ from helixrt.transport.tcp import rails as tcp_rails
 from helixrt.transport.tcp.rails import MAX_RAILS, SocketTuning, TcpRail
 from helixrt.transport.tcp.watch import READ, Watch
 
-if TYPE_CHECKING:
-    from helixrt.native.engine import Event
-
+COPIED_BYTES = 512 << 10  # the engine copies a single message up to here itself, at once
+_CONNECT_S = 1e6  # the links wait for the first connection with a peer, not the engine
 _STOPPED_S = 0.05  # how often `connect` asks whether it is to stop
 _ANSWER_S = 30.0  # for a call that the thread is handed: each of its turns is short
 _IDLE_S = 60.0  # the thread waits at most so long for something to do
@@ -65,12 +67,18 @@ class LinksOptions:
             raise ConfigError("period_s", self.period_s, "must be more than 0, or None for no heartbeats")
 
 
+def new_engine(options: LinksOptions) -> Engine:
+    """As links with these options need it. Raises what `Engine` does."""
+    return Engine(Options(period_s=options.period_s or -1, connect_s=_CONNECT_S, keep_bytes=COPIED_BYTES))
+
+
 class Links:
-    """`rails`: this host's; rail k of one rank is connected to rail k of the other, as many as both have. Peers on this host have one,
-    in shared memory.
+    """`rails`: this host's; rail k of one rank is connected to rail k of the other, as many as both have. Peers on this host
+    have one, in shared memory.
 
     `heard` gets the engine's events but RESTORE, in the thread of the links; between a call of `leave` or `connect` and its
-    return none of an earlier generation comes any more. `protocol`: the number of the engine's frames.
+    return none of an earlier generation comes any more. `protocol`: the number of the frames, the library's
+    if it is not given.
     Raises ConfigError when a rail's address is not this host's.
     """
 
@@ -80,14 +88,15 @@ class Links:
         secret: bytes,
         rails: Sequence[TcpRail],
         options: LinksOptions,
-        heard: Callable[[Event], None],
-        protocol: int,
+        heard: Callable[[EngineEvent], None],
+        protocol: int | None = None,
     ) -> None:
         if not isinstance(secret, bytes) or not secret:
             raise ConfigError("secret", "...", "must be the run's secret: bytes, not empty")
         if not 1 <= len(rails) <= MAX_RAILS:
             raise ConfigError("rails", len(rails), f"must be 1 to {MAX_RAILS}")
         self.engine, self.options, self._heard = engine, options, heard
+        protocol = int(library().hx_protocol()) if protocol is None else protocol
         period = options.period_s
         tuning = SocketTuning(
             options.sockets.send_bytes,
@@ -111,7 +120,16 @@ class Links:
         self._watch = Watch()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._means = Means(
-            engine, self._watch, secret, protocol, address, tuple(rails), tuning, options.missing_rail_s, options.restore_s, period
+            engine,
+            self._watch,
+            secret,
+            protocol,
+            address,
+            tuple(rails),
+            tuning,
+            options.missing_rail_s,
+            options.restore_s,
+            period,
         )
         self._listener = Listener(self._watch, listeners, secret, protocol, self._proved)
         self._parked = Parked(self._watch)
@@ -120,6 +138,7 @@ class Links:
         self._stale = 0
         self._calls: deque[Callable[[], None]] = deque()
         self._failed: BaseException | None = None  # what ended the thread
+        self._passing = False  # events of the engine are of the present generation
         self._ending = self._closed = False
         self._watch.add(_Descriptor(self._wake), READ, lambda mask: self._woken())
         self._watch.add(_Descriptor(engine.event_fd()), READ, lambda mask: self._take_events())
@@ -177,7 +196,8 @@ class Links:
             return
         self._closed = True
         if self._failed is None:
-            self.engine.finish(self.options.linger_s)
+            with suppress(HelixError):  # the generation is over, or the peers do not read
+                self.engine.finish(self.options.linger_s)
         self._ending = True
         self._kick()
         self._thread.join()
@@ -248,13 +268,14 @@ class Links:
     def _leave(self) -> None:
         if self._meeting is not None:
             self._meeting.stop()
+        self._passing = False
         self._take_events()
 
     def _begin(self, generation: int, me: int, peers: Mapping[int, bytes], until_s: float) -> Meeting:
         meeting = Meeting(self._means, generation, me, peers, until_s)
         self.engine.begin(generation & 0xFFFFFFFF, me, meeting.rail_counts())
         self._take_events()
-        self._meeting, self._generation = meeting, generation
+        self._meeting, self._generation, self._passing = meeting, generation, True
         meeting.begin()
         for accepted in self._parked.leave(generation):
             self._proved(accepted)
@@ -263,15 +284,14 @@ class Links:
     def _take_events(self) -> None:
         meeting = self._meeting
         for event in self.engine.events():
-            if meeting is None or meeting.over:
-                continue  # of a generation that ended
-            kind = event.kind
-            if kind == kind.RESTORE:
+            if meeting is None or not self._passing:
+                continue  # of a generation that this end has left
+            if event.kind is EventKind.RESTORE:
                 meeting.restore(event.peer, event.a, event.b)
                 continue
-            if kind == kind.ENDED:
+            if event.kind is EventKind.ENDED:
                 meeting.ended(event.peer, event.text)
-            elif kind == kind.CLOSED:
+            elif event.kind is EventKind.CLOSED:
                 meeting.closed(event.peer)
             self._heard(event)
 

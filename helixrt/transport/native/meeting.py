@@ -1,13 +1,14 @@
 """How the ranks of one generation connect, and find each other again when a connection breaks.
 
-In: the peers with their addresses, authenticated connections of the listener, and what the engine asks for and reports. Out: connected
-sockets for the engine, or why a peer will not come. The lower rank of a pair dials, one connection per rail; the higher one waits.
-If it does not know whether the peer's process listens, it sends a probe: a handshake that leaves no connection.
+In: the peers with their addresses, authenticated connections of the listener, and what the engine asks for and reports. Out:
+connected sockets for the engine, or why a peer will not come. The lower rank of a pair dials, one connection per rail; the
+higher one waits. If it does not know whether the peer's process listens, it sends a probe: a handshake that leaves no
+connection.
 
-Until all have connected, peers are probed. A running peer answers probes in its own thread of `links`. One whose interpreter lock is
-held does not answer, but its kernel takes the connection and keeps it open: that counts as alive, too. A peer with neither is
-lost after the same time as on a link. The kernel of a stopped process takes connections, too: of a process on this host
-its state is looked at; of one on another host only the engine's beats tell, once it is connected.
+Until all have connected, peers are probed. A running peer answers probes in its own thread of `links`. One whose interpreter
+lock is held does not answer, but its kernel takes the connection and keeps it open: that counts as alive, too. A peer with
+neither is lost after the same time as on a link. The kernel of a stopped process takes connections, too: of a process on this
+host its state is looked at; of one on another host only the engine's beats tell, once it is connected.
 
 Everything here runs in the one thread of `links`, but `gathered`, which another thread waits for.
 """
@@ -19,11 +20,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from helixrt.errors import Cause, Retryable
-from helixrt.native.engine import Engine
+from helixrt.native.engine import Engine, ring_bytes
+from helixrt.native.library import Failure as NativeFailure
 from helixrt.protocol.link.messages import Failure
 from helixrt.protocol.liveness import BEAT, LOOK, Liveness
 from helixrt.transport import authentication
@@ -39,7 +42,6 @@ from helixrt.transport.tcp import rails as tcp_rails
 from helixrt.transport.tcp.rails import SocketTuning, TcpRail
 from helixrt.transport.tcp.watch import Timer, Watch
 
-FAILURES = {failure: number for number, failure in enumerate(Failure)}  # of the library's types.hpp, in the same order
 _GONE = (Failure.PEER_GONE, Failure.PROGRAM)
 _UNANSWERED = 0.5  # of a period: an unanswered probe is cancelled after so long; the next one tests the kernel again
 _PROBES = 5  # attempts if connections are reset at once, as by a process that is ending
@@ -233,7 +235,8 @@ class Meeting:
         rail.asked = 0
         if failure is Failure.PATH and (own := rail_trouble(rail)):
             failure, reason = Failure.DEVICE, f"{reason}; here, {own}"
-        self._means.engine.rail_down(pair.rank, number, FAILURES[failure], reason)
+        with suppress(Retryable):  # the generation has ended; the event is on its way
+            self._means.engine.rail_down(pair.rank, number, NativeFailure[failure.name], reason)
 
     def _up(self, pair: Pair, number: int, connection: int, sock: socket.socket, memory: int, first: bool) -> None:
         rail = pair.rails[number]
@@ -243,10 +246,11 @@ class Meeting:
         rail.number = max(rail.number, connection)
         if pair.came_s is None:
             pair.came_s = time.monotonic()
-        if memory < 0:
-            self._means.engine.rail_up(pair.rank, number, connection, sock.detach())
-        else:
-            self._means.engine.rail_up_memory(pair.rank, number, connection, sock.detach(), memory, first)
+        with suppress(Retryable):  # the generation has ended; the event is on its way
+            if memory < 0:
+                self._means.engine.rail_up(pair.rank, number, connection, sock)
+            else:
+                self._means.engine.rail_up_memory(pair.rank, number, connection, sock, memory, first)
         self.check()
 
     # ---------------------------------------------------------------- those who come
@@ -276,14 +280,14 @@ class Meeting:
         memory = -1
         try:
             if hello.memory:
-                memory = make_memory(self._means.engine.ring_bytes())
+                memory = make_memory(ring_bytes())
             said = accepted.verdict(Verdict.WELCOME, self.generation, memory)
         except OSError:  # no descriptors or memory: the peer dials again
             said = False
         if said:
             self._up(self.pairs[hello.sender], hello.rail, hello.number, accepted.sock, memory, False)
-            return
-        accepted.sock.close()
+        else:
+            accepted.sock.close()
         if memory >= 0:
             os.close(memory)
 
@@ -300,6 +304,8 @@ class Meeting:
         def welcomed(dial: Dial, sock: socket.socket, memory: int) -> None:
             rail.dial = None
             self._up(pair, number, connection, sock, memory, True)
+            if memory >= 0:
+                os.close(memory)
 
         def failed(dial: Dial, failure: Failure, reason: str) -> None:
             rail.dial = None
@@ -314,10 +320,17 @@ class Meeting:
         hello = self._hello(pair, Purpose.RAIL, number, connection)
         rail.dial = self._begin_dial(sock, hello, expires_s, welcomed, failed)
 
-    def _begin_dial(self, sock: socket.socket, hello: Hello, expires_s: float, welcomed, failed) -> Dial:  # type: ignore[no-untyped-def]
+    def _begin_dial(
+        self,
+        sock: socket.socket,
+        hello: Hello,
+        expires_s: float,
+        welcomed: Callable[[Dial, socket.socket, int], None],
+        failed: Callable[[Dial, Failure, str], None],
+    ) -> Dial:
         means = self._means
-        ring_bytes = means.engine.ring_bytes() if hello.memory else 0
-        return Dial(self._watch, sock, means.secret, means.protocol, hello, expires_s, ring_bytes, welcomed, failed)
+        size = ring_bytes() if hello.memory else 0
+        return Dial(self._watch, sock, means.secret, means.protocol, hello, expires_s, size, welcomed, failed)
 
     def _dial_failed(
         self, pair: Pair, number: int, expires_s: float, pause_s: float, failure: Failure, reason: str, again: bool
@@ -398,13 +411,13 @@ class Meeting:
 
     # ---------------------------------------------------------------- time and ends
 
-    def _at(self, when_s: float, call: functools.partial[None] | object) -> Timer:
+    def _at(self, when_s: float, call: Callable[[], None]) -> Timer:
         """Unless this meeting is over by then."""
 
         def due() -> None:
             self._timers.discard(timer)
             if not self.over:
-                call()  # type: ignore[operator]
+                call()
 
         timer = self._watch.at(when_s, due)
         self._timers.add(timer)
