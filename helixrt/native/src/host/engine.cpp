@@ -132,7 +132,8 @@ i64 Engine::submit(const hx_call& call) {
   if (!statuses_.room()) return -EAGAIN;
   const Reduction reduction{Dtype(call.dtype), Operator(call.op), call.divisor};
   const i64 deadline = call.timeout ? later(monotonic_ns(), call.timeout) : NEVER;
-  const Call given{plans_.use(call.plan), call.source, call.out, reduction, deadline, call.fingerprint, call.name, call.first};
+  const Call given{plans_.use(call.plan), call.source, call.out, reduction, deadline, call.fingerprint, call.name, call.first,
+                   call.external != 0};
   const i64 number = statuses_.begin(call.plan, call.waits);
   current_->use([&](Core& core) { return core.submit(given), true; });
   driver_.added(call.waits);
