@@ -47,8 +47,8 @@ void write(char* into, i64 bytes, std::string_view text) {
 bool read(const hx_options& given, Options& to) {
   const auto size = [](u64& value) { return reinterpret_cast<i64*>(&value); };
   i64* const values[] = {&to.connect, &to.answer, &to.attempt, &to.retry, &to.rest, &to.longest_rest, &to.steady, &to.acknowledge,
-                         size(to.eager_bytes), size(to.keep_bytes), size(to.eager_memory), size(to.rail_bytes), size(to.window_bytes),
-                         size(to.turn_bytes)};
+                         size(to.eager_bytes), size(to.keep_bytes), size(to.eager_memory), size(to.rail_bytes),
+                         size(to.window_bytes), size(to.turn_bytes)};
   const i64* from = &given.connect;
   static_assert(offsetof(hx_options, concurrent) == (1 + std::size(values)) * sizeof(i64));
   for (i64* value : values) {

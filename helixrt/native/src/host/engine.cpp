@@ -247,8 +247,8 @@ void Engine::loop(hx_loop_counters* into) {
 std::string Engine::print() {
   Hold hold(mutex_);
   std::ostringstream text;
-  text << driver_.print() << statuses_.next() << " operations, " << statuses_.running() << " run, " << events_.waiting() << " events, "
-       << sockets() << " sockets\n";
+  text << driver_.print() << statuses_.next() << " operations, " << statuses_.running() << " run, " << events_.waiting()
+       << " events, " << sockets() << " sockets\n";
   if (current_) text << (current_->closed() ? "closed:\n" : "") << current_->core().print();
   return text.str();
 }

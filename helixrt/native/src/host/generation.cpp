@@ -9,10 +9,11 @@
 #include "waiting.hpp"
 
 namespace hx {
-Generation::Generation(Owner& owner, Poller& poller, const Options& options, u32 serial, i64 first_operation, u32 generation, int me,
-                       const std::vector<int>& rails)
+Generation::Generation(Owner& owner, Poller& poller, const Options& options, u32 serial, i64 first_operation, u32 generation,
+                       int me, const std::vector<int>& rails)
     : serial(serial), first_operation(first_operation), owner_(owner), poller_(poller),
-      connections_(2 * std::size_t(std::accumulate(rails.begin(), rails.end(), 0)) + 1), core_(*this, options, generation, me, rails) {
+      connections_(2 * std::size_t(std::accumulate(rails.begin(), rails.end(), 0)) + 1),
+      core_(*this, options, generation, me, rails) {
   due_ = core_.due();
 }
 Generation::~Generation() { close_all(); }
