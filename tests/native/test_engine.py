@@ -332,8 +332,9 @@ def test_plans_are_taken_once_and_forgotten(pair: list[Engine]) -> None:
     del plan
     gc.collect()
     assert not pair[0]._plans
-    pair[0].plan(sum_plan(0, 10))
-    assert not pair[0]._unused
+    other = sum_plan(0, 10)
+    pair[0].plan(other)
+    assert not pair[0]._unused, "the library's is freed"
 
 
 def test_element_types() -> None:
