@@ -61,6 +61,8 @@ class EventKind(IntEnum):
     CLOSED = 8
     NODE = 9
     ARRIVED = 10
+    HOPPED = 11
+    PROBED = 12
 
 
 class Dtype(IntEnum):
