@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 INSTRUCTIONS = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "build_tools/backend.py", "build_tools/commands.py")
 LIBRARY = "helixrt/native/libhelixrt_native.so"
+LEFT_OUT = ("__pycache__", "stress")  # folders; programs that test the data plane are no part of the package
 SUFFIXES = (".py", ".yaml", ".json", ".j2", ".css", ".js", ".h", ".hpp", ".cpp")
 NUMPY = ("numpy", "numpy.libs")
 
@@ -27,7 +28,7 @@ def sources() -> set[str]:
     the symlinked folders."""
     found = set()
     for folder, subfolders, names in os.walk(ROOT / "helixrt", followlinks=True):
-        subfolders[:] = [name for name in subfolders if name != "__pycache__"]
+        subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
         for name in names:
             if name.endswith(SUFFIXES) or name == "py.typed":
                 found.add(Path(folder, name).relative_to(ROOT).as_posix())
