@@ -61,6 +61,8 @@ class EventKind(IntEnum):
     CLOSED = 8
     NODE = 9
     ARRIVED = 10
+    HOPPED = 11
+    PROBED = 12
 
 
 class Dtype(IntEnum):
@@ -187,7 +189,9 @@ def load(path: Path) -> ctypes.CDLL:
     if abi != ABI:
         raise ConfigError("helixrt.native", path, f"has ABI {abi}, and this helixrt needs {ABI}; install helixrt again")
     for name, (result, parameters) in FUNCTIONS.items():
-        function = getattr(found, name)
+        function = getattr(found, name, None)
+        if function is None:
+            raise ConfigError("helixrt.native", path, f"has no function {name}; install helixrt again")
         function.restype, function.argtypes = result, parameters
     return found
 

@@ -53,12 +53,13 @@ def run(
     assert ends == [Status.OK, Status.OK], [engine.print() for engine in engines]
 
 
-def until(engine: Engine, kind: EventKind) -> EngineEvent:
-    """The next event of this kind."""
-    deadline = time.monotonic() + LONG_S
+def until(engine: Engine, kind: EventKind, count: int = 1) -> list[EngineEvent]:
+    """The next events of this kind, `count` of them; others are dropped."""
+    deadline, found = time.monotonic() + LONG_S, []
     while time.monotonic() < deadline:
-        for event in engine.events():
-            if event.kind is kind:
-                return event
+        found += [event for event in engine.events() if event.kind is kind]
+        if len(found) >= count:
+            assert len(found) == count, found
+            return found
         select.select([engine.event_fd()], [], [], 1.0)
-    raise AssertionError(f"no event {kind.name}:\n{engine.print()}")
+    raise AssertionError(f"{len(found)} of {count} events {kind.name}:\n{engine.print()}")
