@@ -113,7 +113,7 @@ class Endpoints:
         self.the_others_go_on(here, here.ended(0), [Message(0, 2, 9, 0, MIB), Message(2, 0, 9, 0, 10)])
 
     def the_others_go_on(self, world: World, lost: list[Lost | PeerAborted], messages: list[Message]) -> None:
-        """`messages` are of driven ranks. Where a peer that is `lost` ends the generation, they hear of it and go on in the next."""
+        """`messages` are of driven ranks. Where a lost peer ends the generation, these hear of it and go on in the next."""
         if lost and self.ends_together:
             world.run(lambda: all(world.ended(rank) for rank in world.driven))
             world.connect(2)
