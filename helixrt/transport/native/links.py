@@ -96,7 +96,7 @@ class Links:
         if not 1 <= len(rails) <= MAX_RAILS:
             raise ConfigError("rails", len(rails), f"must be 1 to {MAX_RAILS}")
         self.engine, self.options, self._heard = engine, options, heard
-        protocol = int(library().hx_protocol()) if protocol is None else protocol
+        self.protocol = protocol = int(library().hx_protocol()) if protocol is None else protocol
         period = options.period_s
         tuning = SocketTuning(
             options.sockets.send_bytes,
