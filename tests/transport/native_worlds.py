@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 
 from helixrt.transport.contract import Endpoint
 from helixrt.transport.native.address import parse_address
@@ -36,6 +37,8 @@ def connections(world: World, rank: int, rail: int | None = None) -> list[int]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
+            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                continue
             with socket.socket(fileno=os.dup(int(name))) as sock:
                 here = sock.getsockname()
                 sock.getpeername()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from helixrt.errors import Cause, Retryable
+from helixrt.errors import Cause, Fatal, Retryable
 from helixrt.native.engine import Engine, ring_bytes
 from helixrt.native.library import Failure as NativeFailure
 from helixrt.protocol.link.messages import Failure
@@ -249,11 +249,15 @@ class Meeting:
             pair.came_s = time.monotonic()
         if pair.local and pair.ends is None:
             self._watch_process(pair, credentials(sock)[0])
-        with suppress(Retryable):  # the generation has ended; the event is on its way
+        try:
             if memory < 0:
                 self._means.engine.rail_up(pair.rank, number, connection, sock)
             else:
                 self._means.engine.rail_up_memory(pair.rank, number, connection, sock, memory, first)
+        except Retryable:
+            pass  # the generation has ended; the event is on its way
+        except Fatal as error:  # no descriptors or memory are left
+            self._means.engine.rail_down(pair.rank, number, NativeFailure.PATH, str(error))
         self.check()
 
     def _watch_process(self, pair: Pair, process: int) -> None:
