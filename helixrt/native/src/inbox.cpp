@@ -4,12 +4,19 @@
 #include <cstring>
 
 namespace hx {
+namespace {
+std::string differs(Name name, u64 bytes, u64 expected) {
+  return "message (" + std::to_string(name.op) + ", " + std::to_string(name.index) + ") of " + std::to_string(bytes) + " bytes, and " +
+         std::to_string(expected) + " were expected";
+}
+}  // namespace
+
 Inbox::Posted Inbox::post(Incoming&& wanted, std::string& why) {
   auto [found, fresh] = messages_.try_emplace(wanted.name);
   Incoming& message = found->second;
   if (!fresh && message.posted) return why = "a message was asked for twice", Posted::WAITS;
   if (!fresh && message.length != wanted.length) {
-    why = "a message has " + std::to_string(message.length) + " bytes, " + std::to_string(wanted.length) + " were expected";
+    why = differs(wanted.name, message.length, wanted.length);
     return Posted::WAITS;
   }
   posted_++;
@@ -57,7 +64,7 @@ Partial* Inbox::begin(const Header& h, std::string& why) {
   }
   Incoming& message = found->second;
   if (message.length != h.length) {
-    why = "a message has " + std::to_string(h.length) + " bytes, " + std::to_string(message.length) + " were expected";
+    why = differs(name, h.length, message.length);
     return nullptr;
   }
   if (h.flags & EAGER) message.eager = h.length;

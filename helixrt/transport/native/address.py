@@ -107,7 +107,10 @@ def dial_locally(name: str) -> tuple[socket.socket | None, int]:
 
 def listener(name: str) -> int | None:
     """The process that listens there; 0: it cannot be determined; None: none does."""
-    sock, code = dial_locally(name)
+    try:
+        sock, code = dial_locally(name)
+    except OSError:  # no descriptors are left
+        return 0
     if sock is None:
         return 0 if code == errno.EAGAIN else None
     with sock:

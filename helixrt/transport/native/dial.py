@@ -42,7 +42,10 @@ class Way:
 
     def dial(self, tuning: SocketTuning) -> tuple[socket.socket | None, int]:
         """Begin to connect. The socket, or None and the error number."""
-        return dial_locally(self.name) if self.local else tcp_rails.dial(self.rail, tuning, self.host, self.port)
+        try:
+            return dial_locally(self.name) if self.local else tcp_rails.dial(self.rail, tuning, self.host, self.port)
+        except OSError as error:  # no descriptors are left
+            return None, error.errno or errno.EIO
 
 
 class _Answers(Words):

@@ -4,7 +4,7 @@ In: the run's secret and this host's rails. Out: what the contract says. Collect
 this.
 
 The engine writes what it was given until the message's event, and cannot forget one. So messages are received in memory of this
-endpoint, and long ones are sent from a copy: the caller's memory is touched in `send`, in `progress` and nowhere else.
+endpoint and sent from a copy: the caller's memory is touched in `send`, in `progress` and nowhere else.
 
 One difference to other endpoints: a peer that is lost, or aborts, ends the generation for all of its links, as a collective
 would end for all its ranks anyway. The outcome names the first cause; the other peers get it as well.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import select
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 
 from helixrt.errors import Cause, Retryable
@@ -26,7 +26,7 @@ from helixrt.record import Kind as Recorded
 from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAborted, Received, Refused, Sent, Sink
 from helixrt.transport.forking import disown_in_children
 from helixrt.transport.native.causes import parse_cause
-from helixrt.transport.native.links import COPIED_BYTES, Links, LinksOptions, new_engine
+from helixrt.transport.native.links import Links, LinksOptions, new_engine
 from helixrt.transport.native.meeting import with_own_trouble
 from helixrt.transport.tcp.rails import TcpRail
 
@@ -49,7 +49,7 @@ class NativeEndpoint(Endpoint):
         self._peers: frozenset[int] = frozenset()
         self._over = True  # there is no generation, or it ended
         self._closed = False
-        self._sending: dict[Name, Buffer] = {}  # a copy, or what the engine has copied itself
+        self._sending: set[Name] = set()
         self._receiving: dict[Name, tuple[bytearray, Buffer | Sink | None]] = {}  # None: it was forgotten
         self._forgotten: set[Name] = set()  # of what is sent
         self._engine = new_engine(options)
@@ -134,10 +134,9 @@ class NativeEndpoint(Endpoint):
         name = self._name(peer, op, index, self._sending)
         if self._over:
             return
-        copy = data if len(data) <= COPIED_BYTES else memoryview(bytes(data))
-        self._sending[name] = copy
+        self._sending.add(name)
         with suppress(Retryable):  # the generation has ended; the event is on its way
-            self._engine.send(peer, op, index, copy)
+            self._engine.send(peer, op, index, bytes(data))
 
     def receive(self, peer: int, op: int, index: int, into: Buffer | Sink) -> None:
         name = self._name(peer, op, index, self._receiving)
@@ -148,7 +147,7 @@ class NativeEndpoint(Endpoint):
         with suppress(Retryable):
             self._engine.receive(peer, op, index, memoryview(own))
 
-    def _name(self, peer: int, op: int, index: int, begun: Mapping[Name, object]) -> Name:
+    def _name(self, peer: int, op: int, index: int, begun: Container[Name]) -> Name:
         if not self._closed and peer not in self._peers:
             raise ValueError(f"rank {peer} is no peer of this generation, or there is none")
         if (peer, op, index) in begun:
@@ -187,11 +186,11 @@ class NativeEndpoint(Endpoint):
         kind, peer = event.kind, event.peer
         if kind is EventKind.SENT:
             name = (peer, event.op, event.a)
-            known = self._sending.pop(name, None) is not None
+            self._sending.discard(name)
             if name in self._forgotten:
                 self._forgotten.discard(name)
                 return None
-            return Sent(peer, event.op, event.a) if known else None
+            return Sent(peer, event.op, event.a)
         if kind is EventKind.RECEIVED:
             return self._received(peer, event.op, event.a)
         if kind is EventKind.ENDED:

@@ -42,7 +42,6 @@ from helixrt.transport.tcp import rails as tcp_rails
 from helixrt.transport.tcp.rails import MAX_RAILS, SocketTuning, TcpRail
 from helixrt.transport.tcp.watch import READ, Watch
 
-COPIED_BYTES = 512 << 10  # the engine copies a single message up to here itself, at once
 _CONNECT_S = 1e6  # the links wait for the first connection with a peer, not the engine
 _STOPPED_S = 0.05  # how often `connect` asks whether it is to stop
 _ANSWER_S = 30.0  # for a call that the thread is handed: each of its turns is short
@@ -69,7 +68,7 @@ class LinksOptions:
 
 def new_engine(options: LinksOptions) -> Engine:
     """As links with these options need it. Raises what `Engine` does."""
-    return Engine(Options(period_s=options.period_s or -1, connect_s=_CONNECT_S, keep_bytes=COPIED_BYTES))
+    return Engine(Options(period_s=options.period_s or -1, connect_s=_CONNECT_S))
 
 
 class Links:
@@ -96,7 +95,7 @@ class Links:
         if not 1 <= len(rails) <= MAX_RAILS:
             raise ConfigError("rails", len(rails), f"must be 1 to {MAX_RAILS}")
         self.engine, self.options, self._heard = engine, options, heard
-        protocol = int(library().hx_protocol()) if protocol is None else protocol
+        self.protocol = protocol = int(library().hx_protocol()) if protocol is None else protocol
         period = options.period_s
         tuning = SocketTuning(
             options.sockets.send_bytes,

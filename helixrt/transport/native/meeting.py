@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from helixrt.errors import Cause, Retryable
+from helixrt.errors import Cause, Fatal, Retryable
 from helixrt.native.engine import Engine, ring_bytes
 from helixrt.native.library import Failure as NativeFailure
 from helixrt.protocol.link.messages import Failure
@@ -36,11 +36,12 @@ from helixrt.transport.native.causes import parse_cause
 from helixrt.transport.native.dial import Dial, Way
 from helixrt.transport.native.handshake import Hello, Purpose, Verdict
 from helixrt.transport.native.memory import make_memory
-from helixrt.transport.native.pairs import NUMBERS_AHEAD, Pair, PairRail, rail_trouble
+from helixrt.transport.native.pairs import NUMBERS_AHEAD, Pair, PairRail, Process, rail_trouble
+from helixrt.transport.shared_memory.handshake import credentials
 from helixrt.transport.stopped_processes import StoppedProcesses
 from helixrt.transport.tcp import rails as tcp_rails
 from helixrt.transport.tcp.rails import SocketTuning, TcpRail
-from helixrt.transport.tcp.watch import Timer, Watch
+from helixrt.transport.tcp.watch import READ, Timer, Watch
 
 _GONE = (Failure.PEER_GONE, Failure.PROGRAM)
 _UNANSWERED = 0.5  # of a period: an unanswered probe is cancelled after so long; the next one tests the kernel again
@@ -50,7 +51,7 @@ _LOOKS_PER_S = 500  # at all of them together, at most
 _REST = 4.0  # times the duration of a probe: until the next one of that peer. On a busy machine probes would delay connecting
 _LONGEST_REST_S = 0.5  # without heartbeats; else BEAT of a period
 _LONGEST_PAUSE_S = 0.5  # between two attempts to dial a peer that has not come yet
-_PROCESS_S = 0.1  # how often to ask which process listens at a local peer's address
+_LAST_WORDS_S = 0.1  # what a process said before its end is read meanwhile
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Meeting:
         """It closed in order."""
         pair = self.pairs.get(rank)
         if pair is not None:
-            pair.stop()
+            pair.stop(self._watch)
         if not self.gathered.is_set():
             self._left[rank] = "it closed"
             self._fail()
@@ -246,12 +247,36 @@ class Meeting:
         rail.number = max(rail.number, connection)
         if pair.came_s is None:
             pair.came_s = time.monotonic()
-        with suppress(Retryable):  # the generation has ended; the event is on its way
+        if pair.local and pair.ends is None:
+            self._watch_process(pair, credentials(sock)[0])
+        try:
             if memory < 0:
                 self._means.engine.rail_up(pair.rank, number, connection, sock)
             else:
                 self._means.engine.rail_up_memory(pair.rank, number, connection, sock, memory, first)
+        except Retryable:
+            pass  # the generation has ended; the event is on its way
+        except Fatal as error:  # no descriptors or memory are left
+            self._means.engine.rail_down(pair.rank, number, NativeFailure.PATH, str(error))
         self.check()
+
+    def _watch_process(self, pair: Pair, process: int) -> None:
+        """Its end is known at once, also if a child of it that is no Python keeps its sockets open."""
+        try:
+            ends = pair.ends = Process(process)
+        except (OSError, AttributeError):  # not visible here; an old kernel; a Python built on one
+            return
+
+        def lose() -> None:
+            if pair.ends is not None:  # it did not close in order
+                with suppress(Retryable):
+                    self._means.engine.lose(pair.rank, "its process on this host has ended")
+
+        def ended(mask: int) -> None:
+            self._watch.remove(ends)  # `pair` closes it
+            self._at(time.monotonic() + _LAST_WORDS_S, lose)
+
+        self._watch.add(ends, READ, ended)
 
     # ---------------------------------------------------------------- those who come
 
@@ -427,7 +452,7 @@ class Meeting:
         """Cancel all connection attempts, probes and waits; nothing is accepted any more."""
         self.over = True
         for pair in self.pairs.values():
-            pair.stop()
+            pair.stop(self._watch)
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()

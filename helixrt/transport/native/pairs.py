@@ -5,14 +5,30 @@ Used by `meeting` alone, in the one thread of `links`.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from helixrt.protocol.liveness import Liveness
 from helixrt.transport.native.dial import Dial, Way
 from helixrt.transport.tcp.interfaces import trouble, trouble_of_all
-from helixrt.transport.tcp.watch import Timer
+from helixrt.transport.tcp.watch import Timer, Watch
 
 NUMBERS_AHEAD = 64  # a peer's connection number is at most so much higher than this end's
+
+
+class Process:
+    """A process of this host, as a descriptor that is readable when it has ended. Raises OSError."""
+
+    def __init__(self, process: int) -> None:
+        self._descriptor = os.pidfd_open(process)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 @dataclass
@@ -41,6 +57,7 @@ class Pair:
     probes: set[Dial] = field(default_factory=set)
     resting_s: float = 0.0  # it is not probed again before that
     process: int = 0  # of a peer on this host, 0: not known
+    ends: Process | None = None  # watched until the link's end is known
 
     @property
     def local(self) -> bool:
@@ -54,12 +71,16 @@ class Pair:
         """What of this host alone keeps every rail to the peer from working; empty if there is no such thing."""
         return "" if self.local else trouble_of_all(tuple(rail.way.rail for rail in self.rails))
 
-    def stop(self) -> None:
+    def stop(self, watch: Watch) -> None:
         for rail in self.rails:
             rail.stop()
         for probe in self.probes:
             probe.cancel()
         self.probes.clear()
+        if self.ends is not None:
+            watch.remove(self.ends)
+            self.ends.close()
+            self.ends = None
 
 
 def rail_trouble(rail: PairRail) -> str:

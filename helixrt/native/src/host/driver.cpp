@@ -59,6 +59,9 @@ void Driver::added(bool caller_follows) {
   if (asleep_) {  // the time when it has to wake may have changed
     figures_.kicks++;
     poller_.kick();
+  } else if (!driving_ && !caller_follows && !sleepers_ && state_ == State::WATCHING) {
+    figures_.kicks++;  // the same; and a new connection in memory is not armed yet to wake it
+    set_event(call_thread_.get());
   } else if (!driving_ && !caller_follows) {
     pass_on();
   }
