@@ -35,7 +35,7 @@ from helixrt.protocol.collective.plan import Plan, Receive, Region, Send, Space
 
 SOURCES = Path(__file__).with_name("src")
 FRAGMENT_BYTES = 256
-FLAGS = ("-std=c++20", "-O2", "-fPIC", "-pthread", "-fvisibility=hidden")
+FLAGS = ("-std=c++20", "-O2", "-g1", "-fPIC", "-pthread", "-fvisibility=hidden")
 COMPILE_S = 600.0
 REPORT_BYTES = 1 << 18
 SURVIVED = ("break", "break_all", "rail_dead", "refuse", "slow", "black_hole", "pause")
