@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,17 +16,20 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTRUCTIONS = ("pyproject.toml", "README.md", "LICENSE")
+INSTRUCTIONS = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "build_tools/backend.py", "build_tools/commands.py")
+LIBRARY = "helixrt/native/libhelixrt_native.so"
+SUFFIXES = (".py", ".yaml", ".json", ".j2", ".css", ".js", ".h", ".hpp", ".cpp")
 NUMPY = ("numpy", "numpy.libs")
 
 
 def sources() -> set[str]:
-    """What a wheel must hold: Python files, the typing mark, data and templates, seen through the symlinked folders."""
+    """What a wheel must hold but the compiled library: Python and C++ files, the typing mark, data and templates, seen through
+    the symlinked folders."""
     found = set()
     for folder, subfolders, names in os.walk(ROOT / "helixrt", followlinks=True):
         subfolders[:] = [name for name in subfolders if name != "__pycache__"]
         for name in names:
-            if name.endswith((".py", ".yaml", ".json", ".j2", ".css", ".js")) or name == "py.typed":
+            if name.endswith(SUFFIXES) or name == "py.typed":
                 found.add(Path(folder, name).relative_to(ROOT).as_posix())
     return found
 
@@ -59,9 +63,10 @@ def built(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 def build(tmp_path_factory: pytest.TempPathFactory, out: Path) -> Path:
     copy = tmp_path_factory.mktemp("copy")
     for name in ("helixrt", "passes", "triton_kernels", "ray_cluster", "conf"):
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in INSTRUCTIONS:
-        shutil.copy(ROOT / name, copy)
+        (copy / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,7 +81,8 @@ def test_wheel_holds_real_files_under_helixrt_only(built: Path) -> None:
     assert not [entry.filename for entry in entries if (entry.external_attr >> 16) & 0o170000 == 0o120000], "symlinks"
     names = {entry.filename for entry in entries if ".dist-info/" not in entry.filename}
     assert {name.partition("/")[0] for name in names} == {"helixrt"}
-    assert names == sources()
+    assert names == {*sources(), LIBRARY}
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     assert {"helixrt/py.typed", "helixrt/ray_cluster/__init__.py", "helixrt/passes/__init__.py"} <= names
     assert any(name.startswith("helixrt/conf/") and name.endswith(".yaml") for name in names)
 
@@ -104,8 +110,11 @@ for room in ("protocol", "schedule", "ray_cluster", "passes"):
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(info.name)
 assert any(f.name.endswith(".yaml") for f in (resources.files("helixrt.conf") / "experiment").iterdir())
-for bare in ("passes", "triton_kernels", "ray_cluster", "conf"):
+for bare in ("passes", "triton_kernels", "ray_cluster", "conf", "build_tools"):
     assert importlib.util.find_spec(bare) is None, bare
+from helixrt.native import build, library
+assert build.library_path().parent == pathlib.Path(helixrt.__file__).parent / "native", "it is compiled again"
+assert library.library().hx_abi() == library.ABI
 """
     done = run(str(python), "-I", "-c", code)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,8 @@
 """Carries out the flat plans of all ranks on numpy arrays: what the native library does, in a few lines of Python.
 
-In: everyone's `Flat`, source and out (arrays of one type; out may be a part of source or the other way round), a seed. Out: the
-arrays, written. Nodes run in a seeded random order. A message is copied when its send and its receive have both begun, so memory
-that is written too early gives a wrong result. A final reduction divides by the number of ranks.
+In: the `Flat`, source and out of each rank (one may be a part of the other), a seed. Out: the arrays, written. Nodes run in a
+seeded random order. A message is copied when its send and its receive have both begun, so memory that is written too early
+gives a wrong result. A final reduction divides by the number of ranks.
 """
 
 from __future__ import annotations

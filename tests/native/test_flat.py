@@ -21,8 +21,8 @@ TUNINGS = {  # each has an algorithm for every length
     "halving": Tuning(128, 2, 64, direct_bytes=0, two_step_bytes=0),
     "ring": Tuning(128, 2, 64, direct_bytes=0, two_step_bytes=0, halving_bytes=0),
 }
-CASES = list(itertools.product((1, 2, 3, 4, 5, 8), TUNINGS.values()))
-cases = pytest.mark.parametrize(("size", "tuning"), CASES, ids=[f"{n}-{name}" for n, name in itertools.product((1, 2, 3, 4, 5, 8), TUNINGS)])
+CASES = {f"{size}-{name}": (size, tuning) for size in (1, 2, 3, 4, 5, 8) for name, tuning in TUNINGS.items()}
+cases = pytest.mark.parametrize(("size", "tuning"), CASES.values(), ids=CASES)
 
 
 def numbers(rank: int, count: int) -> Numbers:
@@ -56,7 +56,8 @@ def test_all_reduce_is_a_mean(size: int, tuning: Tuning, on_arrival: bool, in_pl
 def test_reduce_scatter(size: int, tuning: Tuning, on_arrival: bool) -> None:
     for seed, scale in enumerate((0, 1, 30)):
         counts = [scale * (3 * r % 5) + r % 2 for r in range(size)]
-        plans = [choice.reduce_scatter(r, [n * ELEMENT for n in counts], ELEMENT, tuning, False, on_arrival) for r in range(size)]
+        lengths = [n * ELEMENT for n in counts]
+        plans = [choice.reduce_scatter(r, lengths, ELEMENT, tuning, False, on_arrival) for r in range(size)]
         sources = [numbers(r, sum(counts)) for r in range(size)]
         outs = [empty(n) for n in counts]
         run(plans, sources, outs, seed)
@@ -105,7 +106,7 @@ def test_reduce(size: int, tuning: Tuning) -> None:
 
 
 def test_every_field_of_every_kind_of_node() -> None:
-    a, b, c, d = (Region(space, offset, 24) for space, offset in ((Space.SOURCE, 1), (Space.OUT, 2), (Space.SCRATCH, 3), (Space.OUT, 4)))
+    a, b, c, d = Region(Space.SOURCE, 1, 24), Region(Space.OUT, 2, 24), Region(Space.SCRATCH, 3, 24), Region(Space.OUT, 4, 24)
     nodes = (
         Send(3, 0, a),
         Receive(2, 0, b),
@@ -137,7 +138,7 @@ def test_no_nodes() -> None:
 def test_the_algorithms_use_every_flag() -> None:
     """Else the tests above do not show that flags are carried over."""
     found = set()
-    for size, tuning in CASES:
+    for size, tuning in CASES.values():
         for on_arrival in (False, True):
             flat = flatten(choice.all_reduce(0, size, 100 * ELEMENT, ELEMENT, tuning, False, on_arrival))
             found |= {(flat.nodes[i], flat.nodes[i + 3]) for i in range(0, len(flat.nodes), FIELDS)}

@@ -3,7 +3,9 @@
 #pragma once
 #include <sys/uio.h>
 
+#include "hopping.hpp"
 #include "types.hpp"
+#include "wire.hpp"
 
 namespace hx {
 // What the owner of a core learns. The values are part of the ABI.
@@ -15,6 +17,8 @@ enum class Event : i32 {
   RESTORE = 5,   // connect rail `a` to `peer` again, as connection number `b`: answer with rail_up or rail_down
   RAIL_LEFT = 6,  // rail `a` to `peer` is not used any more, `b` others are; text: why
   RAIL_BACK = 7,  // rail `a` to `peer` carries traffic again, as one of `b`
+  HOPPED = 11,    // new messages to `peer` go on rail `b` instead of `a`; text: reason and RTTs in seconds
+  PROBED = 12,    // rail `a` to `peer` was measured; text: the RTT in seconds
   CLOSED = 8,     // `peer` closed in order
   NODE = 9,       // of an operation with `external` work: carry out node `a` (a reduction, a copy), or allow it (a send of the
                   // source), then call Core::node_done
@@ -58,5 +62,12 @@ struct Options {
   u64 window_bytes = 64 << 20;        // sent to a peer and not acknowledged; one fragment may always go
   u64 turn_bytes = 2 << 20;           // read from, or written to, one rail in one turn, about
   int concurrent = 4;                 // collectives at once; later ones are queued
+  // Where rails are paths through the network, of one rated speed:
+  HoppingOptions hopping;             // policy NONE: fragments go where the least is queued
+  double rate_bytes_per_s = 0, latency_s = 1e-3;  // of an idle path; latency: of an empty message and its acknowledgement
+  u64 standard_bytes = FRAGMENT_BYTES;            // of a message whose RTT is meant
+  u64 probe_bytes = 64 << 10;
+  u64 depth_bytes = 2 << 20;  // given to a path before it has acknowledged what it has; one fragment may always go
+  u64 seed = 0;               // of the policy's draws
 };
 }  // namespace hx

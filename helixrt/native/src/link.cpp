@@ -7,7 +7,10 @@
 namespace hx {
 Link::Link(Owner& owner, Io& io, const Options& options, u32 generation, int peer, int rails, i64 now)
     : owner_(owner), io_(io), options_(options), generation_(generation), peer_(peer), now_(now), began_(now), ticked_(now),
-      inbox_(options), outbox_(options), rails_(rails) {}
+      inbox_(options), outbox_(options), rails_(rails) {
+  if (options.hopping.policy != HoppingOptions::Policy::NONE && rails > 1)
+    paths_ = std::make_unique<Paths>(options, rails, options.seed + u64(peer) * 0x9e3779b97f4a7c15u);
+}
 
 // ---------------------------------------------------------------- messages
 
@@ -145,9 +148,10 @@ void Link::frame(const Header& h, const u8* body) {
       say_counters(rail, Kind::ACK, h.op, ANSWER);
       break;
     case Kind::PROBE:
-      say(rail, Kind::PROBED, h.op);
+      if (!(h.flags & MORE)) say(rail, Kind::PROBED, h.op);
       break;
     case Kind::PROBED:
+      if (paths_ && h.op < 0) paths_->answered(-h.op, now_);
       if (rail.state == Rail::PROBING && h.op == rail.probe) serve(rail);
       break;
     case Kind::BEAT: {
@@ -198,6 +202,11 @@ void Link::acknowledged(u64 floor, const u64* ranges, u64 count) {
   }
   if (!lost_.empty()) std::erase_if(lost_, [](Flight* flight) { return flight->acknowledged; });
   outbox_.prune();
+  if (paths_) {
+    for (const Outbox::Acknowledged& each : std::exchange(outbox_.measured, {}))
+      paths_->acknowledged(each.rail, each.bytes, each.given, now_);
+    paths_->settle(now_);
+  }
   for (Outgoing* message : std::exchange(ended_, {})) {
     tell(*message);
     outbox_.release(message);
@@ -238,14 +247,43 @@ Rail* Link::carrier(bool room) {
 }
 
 void Link::pump() {
+  if (paths_ && outbox_.next_long()) paths_->starting(now_);
   while (outbox_.has_next()) {
     Rail* rail = carrier(true);
     if (!rail) return;
+    const u64 bytes = paths_ ? outbox_.next_long() : 0;
+    if (bytes) {
+      hop();
+      if (!paths_->room(bytes, now_)) return;
+      if (rails_[paths_->path()].usable()) rail = &rails_[paths_->path()];
+    }
     Flight* flight = outbox_.next(generation_);
     if (!flight) return;
     flight->rail = number(*rail), flight->given = now_;
+    if (bytes) paths_->given(flight->rail, bytes, now_);
     rail->stream->give(flight);
   }
+}
+
+void Link::hop() {  // carry out what the policy has decided
+  u64 rails = 0;
+  for (const Rail& r : rails_)
+    if (r.usable() || (!r.up() && !r.number && r.reason.empty())) rails |= u64(1) << number(r);  // not yet connected is not lost
+  paths_->usable(rails, now_);
+  static const u8 padding[CONTROL_BYTES] = {};
+  Paths::Decisions decisions = paths_->take();
+  for (const auto& [rail, probe] : decisions.probes) {
+    if (!rails_[rail].up()) continue;
+    for (u64 left = options_.probe_bytes; left > 0;) {  // as many frames as make the probe; the last one is answered
+      const u64 bytes = std::min(left, CONTROL_BYTES);
+      left -= bytes;
+      say(rails_[rail], Kind::PROBE, probe, left ? MORE : 0, padding, bytes);
+    }
+  }
+  for (const auto& [rail, rtt] : decisions.probed) owner_.note({Event::PROBED, peer_, 0, rail, 0, std::to_string(rtt)});
+  for (const HoppingPolicy::Action& hop : decisions.hops)
+    owner_.note({Event::HOPPED, peer_, 0, hop.from, hop.to,
+                 std::to_string(int(hop.reason)) + " " + std::to_string(hop.from_rtt) + " " + std::to_string(hop.to_rtt)});
 }
 
 void Link::write(Rail& rail) {
@@ -270,6 +308,7 @@ void Link::flush(i64 now) {
   now_ = now;
   if (!over_) {
     recover();
+    if (paths_) hop();
     pump();
   }
   for (Rail& r : rails_)

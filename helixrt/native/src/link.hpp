@@ -11,6 +11,7 @@
 #include "inbox.hpp"
 #include "io.hpp"
 #include "outbox.hpp"
+#include "paths.hpp"
 #include "rail.hpp"
 #include "stream.hpp"
 
@@ -74,6 +75,7 @@ class Link final : private Stream::Frames {
   void say(Rail& rail, Kind kind, i64 op = 0, u8 flags = 0, const void* body = nullptr, u64 bytes = 0);
   void say_counters(Rail& rail, Kind kind, i64 op, u8 flags);
   void pump();
+  void hop();
   void write(Rail& rail);
   bool owes() const;
   void tell(Outgoing& message);
@@ -115,6 +117,7 @@ class Link final : private Stream::Frames {
   i64 resume_ = 0, resume_until_ = 0;
   bool resuming_ = false;
   i64 probes_ = 0;
+  std::unique_ptr<Paths> paths_;  // null where rails are no paths
   std::vector<Flight*> held_;     // reused
   std::vector<Outgoing*> ended_;  // reused
 };

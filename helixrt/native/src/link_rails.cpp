@@ -58,6 +58,8 @@ void Link::fail(Rail& r, Failure failure, std::string_view reason) {
   stream.leave();
   for (Flight& flight : outbox_.flights()) {
     if (flight.acknowledged || flight.again || flight.rail != number(r)) continue;
+    if (paths_ && flight.message && flight.header.length > options_.eager_bytes)
+      paths_->taken_back(flight.rail, flight.header.body, now_);
     if (std::find(lost_.begin(), lost_.end(), &flight) != lost_.end()) continue;
     if (flight.queued)
       flight.queued = false, outbox_.again(&flight);  // not all of it was written, so the peer cannot have it
@@ -131,6 +133,7 @@ void Link::tick(i64 now) {
   const i64 slept = now_ - std::exchange(ticked_, now_);
   if (over_) return;
   if (now_ >= acknowledge_at_) prompt_ = true;
+  if (paths_) paths_->tick(now_);
   if (options_.period && slept > options_.period / 2 && heard_) heard_ = std::max(heard_, now_ - options_.period);
   bool up = false;
   for (Rail& r : rails_) {
@@ -161,7 +164,7 @@ void Link::tick(i64 now) {
 
 i64 Link::due() const {
   if (over_) return NEVER;
-  i64 due = acknowledge_at_;
+  i64 due = paths_ ? std::min(acknowledge_at_, paths_->due()) : acknowledge_at_;
   bool up = false;
   for (const Rail& r : rails_) {
     up |= r.up();

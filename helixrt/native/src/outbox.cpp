@@ -48,6 +48,12 @@ bool Outbox::has_next() const {
          (!ready_.empty() && fits(std::min(FRAGMENT_BYTES, ready_.front()->length - ready_.front()->cut)));
 }
 
+u64 Outbox::next_long() const {
+  if (!again_.empty() || !control_.empty() || !wants_.empty() || ready_.empty()) return 0;
+  const Outgoing& m = *ready_.front();
+  return m.length > options_.eager_bytes ? std::min(FRAGMENT_BYTES, m.length - m.cut) : 0;
+}
+
 Flight* Outbox::next(u32 generation) {
   for (std::deque<Flight*>* queue : {&again_, &control_}) {
     if (queue->empty()) continue;
@@ -76,7 +82,7 @@ Flight* Outbox::next(u32 generation) {
   h.flags = (m.eager ? EAGER : 0) | (m.prompt && m.whole ? ACK_ME : 0);
   if (m.whole) ready_.pop_front();
   // The window must not wait for an acknowledgement that the peer has no reason to hurry with.
-  if (h.sequence % 16 == 0 || bytes_ > options_.window_bytes / 2) h.flags |= ACK_ME;
+  if (hops_ || h.sequence % 16 == 0 || bytes_ > options_.window_bytes / 2) h.flags |= ACK_ME;
   return &flight;
 }
 
@@ -107,6 +113,7 @@ void Outbox::acknowledged(Flight& flight, std::vector<Flight*>& held, std::vecto
   Outgoing* m = flight.message;
   if (!m) return;
   bytes_ -= flight.header.body;
+  if (hops_ && m->length > options_.eager_bytes) measured.push_back({flight.rail, flight.header.body, flight.given});
   if (--m->flying == 0 && m->whole) ended.push_back(m);
 }
 

@@ -46,6 +46,7 @@ class Outbox {
   // The next frame that may go, or null. It counts as given.
   Flight* next(u32 generation);
   bool has_next() const;
+  u64 next_long() const;  // bytes of the next frame, if it is of a message that needs a credit; else 0
   void again(Flight* flight);  // it was on a rail that failed, and the peer does not have it
   // The peer has all up to `floor`, and the ranges [first, last]. Frames that a rail still holds are put in `held`: it must let
   // go of them, and `prune` follows. Messages that are over are put in `ended`: `release` follows.
@@ -61,6 +62,12 @@ class Outbox {
   u64 outstanding() const { return bytes_; }
   bool waits() const { return !messages_.empty(); }
   bool unfinished() const;  // a message whose owner waits
+  struct Acknowledged {
+    int rail;
+    u64 bytes;
+    i64 given;
+  };
+  std::vector<Acknowledged> measured;  // fragments of long messages, with hopping; the link empties it
   u64 eager_out = 0, eager_back = 0;
   u64 fragments_again = 0;
 
@@ -70,6 +77,7 @@ class Outbox {
   void acknowledged(Flight& flight, std::vector<Flight*>& held, std::vector<Outgoing*>& ended);
 
   const Options options_;
+  const bool hops_ = options_.hopping.policy != HoppingOptions::Policy::NONE;
   std::unordered_map<Name, Outgoing, NameHash> messages_;
   std::unordered_set<Name, NameHash> early_;  // credits for messages that were not submitted yet
   std::deque<Outgoing*> ready_;

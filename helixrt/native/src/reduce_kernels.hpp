@@ -1,8 +1,7 @@
 // The loops of reductions for one instruction set. reduce.cpp includes this once for each, with
-//   HX_SET     the namespace,
-//   HX_TARGET  the attribute that lets the compiler use the set,
-//   HX_WIDTH   the bytes of a vector,
-//   HX_F16     1 if processor instructions convert 16-bit floats, else 0.
+//   HX_SET, HX_WIDTH     the namespace, and the bytes of a vector,
+//   HX_TARGET            the attribute that lets the compiler use the set,
+//   HX_WIDEN, HX_NARROW  vectors of float16 to float32 and back, where the set has instructions for it.
 // Vectors are those of g++ and clang (vector_size). A template over the set cannot replace the inclusion: a target is a
 // literal, and g++ splits vectors that are too wide for a function's own target before it inlines the function.
 
@@ -54,26 +53,20 @@ struct Bf16 {
   }
 };
 
-#if HX_F16
+#ifdef HX_WIDEN
 struct F16 {
   using V = Floats;
   static constexpr std::size_t lanes = HX_WIDTH / 4, bytes = HX_WIDTH / 2;
-#if HX_WIDTH == 64
+  using H = Vector<u16, bytes>::type;
   HX_TARGET static V load(const u8* from) {
-    return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    H h;
+    std::memcpy(&h, from, bytes);
+    return HX_WIDEN(h);
   }
   HX_TARGET static void store(u8* into, V v) {
-    const __m256i halves = _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(into), halves);
+    const H h = H(HX_NARROW(v));
+    std::memcpy(into, &h, bytes);
   }
-#else
-  HX_TARGET static V load(const u8* from) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  }
-  HX_TARGET static void store(u8* into, V v) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(into), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-  }
-#endif
 };
 #else
 struct F16 {
@@ -157,7 +150,7 @@ Kernel of_floats(Operator op, bool divided) {
   return divided ? of<C, true, SUM, PRODUCT, MIN, MAX>(op) : of<C, false, SUM, PRODUCT, MIN, MAX>(op);
 }
 
-// nullptr where there is none: see `Work`, which has fewer combinations than a user.
+// nullptr where there is none. Some reductions have another's kernel: reduce.cpp, `Work`.
 inline Kernel find(Dtype dtype, Operator op, bool divided) {
   using enum Operator;
   switch (dtype) {
@@ -182,4 +175,5 @@ inline Kernel find(Dtype dtype, Operator op, bool divided) {
 #undef HX_SET
 #undef HX_TARGET
 #undef HX_WIDTH
-#undef HX_F16
+#undef HX_WIDEN
+#undef HX_NARROW

@@ -39,6 +39,7 @@ enum Flag : u8 {
   ACK_ME = 1,  // somebody waits for the acknowledgement
   EAGER = 2,   // counts against the receiver's memory for messages that were not asked for yet
   ANSWER = 4,
+  MORE = 8,    // of a PROBE: it has further frames, and the last one is answered
 };
 
 struct Header {

@@ -97,7 +97,7 @@ def _by_index(nodes: tuple[Node, ...], kind: type[Send] | type[Receive]) -> tupl
     return tuple(map(tuple, found))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Plan:
     """`nodes[i]` may begin when all of `after[i]` are done; `after[i]` holds smaller numbers only.
 
