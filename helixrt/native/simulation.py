@@ -296,7 +296,7 @@ class Simulation:
             add = partial(self.library.hx_sim_part, self._catalogue)
             rest = (at(layout), at(masks), at(indices), why, len(why))
             if part.plan is None:
-                done = add(None, 0, None, None, 0, *rest)
+                done = add(None, -1, None, None, 0, *rest)
             else:
                 flat = flatten(part.plan)
                 done = add(at(flat.nodes), flat.count, at(flat.after), at(flat.after_begin), flat.scratch_bytes, *rest)

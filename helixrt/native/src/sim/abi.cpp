@@ -30,14 +30,14 @@ HX_SIM void hx_sim_shape(Catalogue* catalogue, i32 form, i32 size, i32 element) 
   catalogue->shapes.push_back(std::move(shape));
 }
 
-// The next part of the newest shape. `flat` is null where there is no plan; `layout`: whether it takes part, whether it is in place,
+// The next part of the newest shape. `count` is below 0 where there is no plan; `layout`: whether it takes part, whether it is in place,
 // bytes, source_at, source_bytes, out_at, out_bytes. -1: no plan, `why` says why.
 HX_SIM i32 hx_sim_part(Catalogue* catalogue, const i64* flat, i64 count, const i64* after, const i64* after_begin, i64 scratch_bytes,
                        const i64* layout, const i64* masks, const i64* indices, char* why, i64 why_bytes) {
   Shape& shape = *catalogue->shapes.back();
   Part part;
   std::string wrong;
-  if (flat) part.plan = Plan::make(flat, count, after, after_begin, scratch_bytes, shape.size, wrong);
+  if (count >= 0) part.plan = Plan::make(flat, count, after, after_begin, scratch_bytes, shape.size, wrong);
   part.takes_part = layout[0], part.in_place = layout[1], part.bytes = layout[2], part.source_at = layout[3];
   part.source_bytes = layout[4], part.out_at = layout[5], part.out_bytes = layout[6];
   if (part.plan && (part.plan->most[0] > part.source_bytes || part.plan->most[1] > part.out_bytes)) wrong = "memory is too short";

@@ -17,11 +17,11 @@ class Audit {  // of the frames from one rank to another, over all rails
   // The sender has written the header of a fragment. Returns what is wrong, or nothing.
   std::string sent(const Header& h, const Options& options) {
     if (h.kind != Kind::DATA || !sent_.insert(h.sequence).second) return {};
-    out_[h.sequence] = h.body;
+    if (h.body) out_[h.sequence] = h.body;
     bytes_ += h.body;
     if (h.flags & EAGER && !h.offset) eager_ += h.length;
     window_full = window_full || bytes_ + FRAGMENT_BYTES > options.window_bytes;
-    if (bytes_ > options.window_bytes && bytes_ > h.body) return "more bytes than the window are not acknowledged";
+    if (bytes_ > options.window_bytes && out_.size() > 1) return "more bytes than the window are not acknowledged";
     if (eager_ > eager_back_ + options.eager_memory) return "more early bytes than the memory for them";
     return {};
   }

@@ -50,6 +50,7 @@ i64 Rank::receive(int connection, void* into, std::size_t most) {
   from.read.feed(
       static_cast<const u8*>(into), n,
       [&] {
+        other.heard(h, {});
         if (h.kind == Kind::DATA && audit.continued(h.sequence)) counts.add(Count::CONTINUED);
       },
       [&] {
