@@ -22,9 +22,9 @@ from helixrt.collectives.handle import CollectiveError, End, Handle, Latch, fini
 from helixrt.collectives.huge_pages import HugePages
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.errors import Cause, Retryable
-from helixrt.native.engine import EngineEvent, dtype_of
+from helixrt.native.engine import EngineEvent
 from helixrt.native.library import End as NativeEnd
-from helixrt.native.library import EventKind, Operator, Status
+from helixrt.native.library import Dtype, EventKind, Operator, Status
 from helixrt.protocol import calls
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.protocol.collective.plan import Plan
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 
 MakeLinks = Callable[[Callable[[EngineEvent], None]], Links]
 
+_DTYPES = {  # of those that can be reduced; others are only moved
+    **{torch.uint8: Dtype.U8, torch.int8: Dtype.I8, torch.int16: Dtype.I16, torch.int32: Dtype.I32, torch.int64: Dtype.I64},
+    **{torch.bool: Dtype.BOOL, torch.float16: Dtype.F16, torch.bfloat16: Dtype.BF16},
+    **{torch.float32: Dtype.F32, torch.float64: Dtype.F64},
+}
 _OPERATORS = {op: Operator[op.name] for op in Op}
 _ENDS = {NativeEnd.ABORTED: End.ABORTED, NativeEnd.DEADLINE: End.DEADLINE}  # else a peer did it
 
@@ -198,7 +203,7 @@ class NativeCommunicator:
                 plan,
                 source,
                 out,
-                dtype=dtype_of(out.dtype, any_of_its_size=True),
+                dtype=_DTYPES.get(out.dtype, Dtype.U8),
                 op=_OPERATORS[reduction.op],
                 divisor=reduction.divisor,
                 timeout_s=timeout_s,

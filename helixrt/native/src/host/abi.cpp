@@ -180,6 +180,10 @@ int32_t hx_status(hx_engine* e, int64_t operation) {
   return use(e, [=](Engine& engine) { return engine.status(operation); });
 }
 
+int32_t hx_node_done(hx_engine* e, int64_t operation, int32_t node) {
+  return use(e, [=](Engine& engine) -> i32 { return engine.node_done(operation, node), 0; });
+}
+
 int32_t hx_send(hx_engine* e, int32_t peer, int64_t op, uint32_t index, const void* data, int64_t bytes) {
   return use(e, [=](Engine& engine) -> i32 {
     if (bytes < 0 || u64(bytes) > MESSAGE_BYTES || (bytes && !data)) return -EINVAL;
@@ -200,6 +204,9 @@ int32_t hx_events(hx_engine* e, hx_event* into, int32_t most) {
 }
 int32_t hx_event_fd(hx_engine* e) {
   return use(e, [](Engine& engine) { return engine.event_fd(); });
+}
+int32_t hx_ended(hx_engine* e, hx_event* into) {
+  return use(e, [=](Engine& engine) -> i32 { return into ? engine.ended(into) : -EINVAL; });
 }
 int32_t hx_announce(hx_engine* e, int32_t yes) {
   return use(e, [=](Engine& engine) -> i32 { return engine.announce(yes != 0), 0; });

@@ -51,6 +51,7 @@ void Engine::begin(u32 generation, int me, const std::vector<int>& rails) {
     if (past_->closed()) retire(past_);
   }
   aborting_ = false;
+  ended_.reset();
   Generation::Owner& owner = *this;
   current_ = std::make_unique<Generation>(owner, poller_, options_, ++serial_, statuses_.next(), generation, me, rails);
   driver_.added(false);
@@ -139,8 +140,9 @@ i64 Engine::submit(const hx_call& call) {
   if (!statuses_.room()) return -EAGAIN;
   const Reduction reduction{Dtype(call.dtype), Operator(call.op), call.divisor};
   const i64 deadline = call.timeout ? later(monotonic_ns(), call.timeout) : NEVER;
-  const Call given{plans_.use(call.plan), call.source, call.out, reduction, deadline, call.fingerprint, call.name, call.first};
-  const i64 number = statuses_.begin(call.plan);
+  const Call given{plans_.use(call.plan), call.source, call.out, reduction, deadline, call.fingerprint, call.name, call.first,
+                   call.external != 0};
+  const i64 number = statuses_.begin(call.plan, announce_ && !call.waits);
   current_->use([&](Core& core) { return core.submit(given), true; });
   driver_.added(call.waits);
   return number;
@@ -153,6 +155,13 @@ i32 Engine::wait(i64 operation, i64 timeout) {
   Hold hold(mutex_);
   driver_.await(hold, [&] { return statuses_.get(operation) != RUNNING; }, until);
   return statuses_.get(operation);
+}
+
+void Engine::node_done(i64 operation, i32 node) {
+  Hold hold(mutex_);
+  if (!current_ || !current_->open() || operation < current_->first_operation) return;
+  current_->use([&](Core& core) { return core.node_done(operation - current_->first_operation, node), true; });
+  driver_.added(false);
 }
 
 i32 Engine::message(int peer, const std::function<bool(Core&)>& post) {
@@ -172,10 +181,11 @@ i32 Engine::message(int peer, const std::function<bool(Core&)>& post) {
 
 void Engine::end_operation(i64 operation, Status status) {
   const i64 plan = statuses_.plan(operation);
+  const bool announced = statuses_.announced(operation);
   if (!statuses_.end(operation, status)) return;
   plans_.leave(plan);
   driver_.changed();
-  if (announce_) events_.push({Event::DONE, -1, operation, status, 0, {}}, monotonic_ns());
+  if (announced) events_.push({Event::DONE, -1, operation, status, 0, {}}, monotonic_ns());
 }
 
 // Those that an end has left, which no correct core does.
@@ -189,6 +199,8 @@ void Engine::fail_rest() {
 void Engine::happened(Generation& generation, Report&& report) {
   if (report.event == Event::DONE) return end_operation(generation.first_operation + report.op, Status(report.a));
   if (&generation == past_.get()) return;  // its end was told
+  if (report.event == Event::NODE || report.event == Event::ARRIVED) report.op += generation.first_operation;
+  if (report.event == Event::ENDED) ended_ = std::make_unique<Report>(report);
   events_.push(std::move(report), monotonic_ns());
 }
 
@@ -200,6 +212,12 @@ void Engine::broke(Generation& generation, const char* why) {
 i32 Engine::events(hx_event* into, i32 most) {
   Hold hold(mutex_);
   return events_.take(into, most);
+}
+i32 Engine::ended(hx_event* into) {
+  Hold hold(mutex_);
+  if (!ended_) return 0;
+  *into = as_event(*ended_, 0);
+  return 1;
 }
 void Engine::announce(bool yes) {
   Hold hold(mutex_);

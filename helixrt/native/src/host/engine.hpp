@@ -31,8 +31,10 @@ class Engine final : private Generation::Owner, private Driver::Work {
   i64 submit(const hx_call& call);
   i32 wait(i64 operation, i64 timeout);
   i32 status(i64 operation) const { return statuses_.get(operation); }
+  void node_done(i64 operation, i32 node);
   i32 message(int peer, const std::function<bool(Core&)>& post);
   i32 events(hx_event* into, i32 most);
+  i32 ended(hx_event* into);
   int event_fd() const { return events_.fd(); }
   void announce(bool yes);
   i32 counters(int peer, int rail, hx_rail_counters* into);
@@ -71,6 +73,7 @@ class Engine final : private Generation::Owner, private Driver::Work {
   std::map<std::pair<int, int>, hx_rail_counters> counters_;  // of earlier generations, by peer and rail
   i64 system_calls_ = 0;                                      // of theirs
   bool announce_ = false;
+  std::unique_ptr<Report> ended_;  // of this generation, once it has
   std::atomic<bool> aborting_{false};
   Driver driver_;  // the last: it calls back
 };

@@ -8,6 +8,12 @@
 #include "poller.hpp"
 
 namespace hx {
+inline hx_event as_event(const Report& report, i64 at) {
+  hx_event event{i32(report.event), report.peer, report.op, report.a, report.b, at, {}};
+  std::memcpy(event.text, report.text.data(), std::min(report.text.size(), sizeof event.text - 1));
+  return event;
+}
+
 class Events {
  public:
   int fd() const { return event_.get(); }
@@ -20,9 +26,7 @@ class Events {
   i32 take(hx_event* into, i32 most) {
     i32 n = 0;
     for (; n < most && !events_.empty(); n++) {
-      const Report& report = events_.front().report;
-      hx_event& event = into[n] = {i32(report.event), report.peer, report.op, report.a, report.b, events_.front().at, {}};
-      std::memcpy(event.text, report.text.data(), std::min(report.text.size(), sizeof event.text - 1));
+      into[n] = as_event(events_.front().report, events_.front().at);
       events_.pop_front();
     }
     if (n && events_.empty()) clear_event(event_.get());

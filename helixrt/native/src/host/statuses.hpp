@@ -25,8 +25,8 @@ class Statuses {
   // With the engine's mutex held.
   i64 next() const { return next_; }
   bool room() const { return slot(next_).word.load() & 3; }  // false: one from very long ago still runs
-  i64 begin(i64 plan) {
-    slot(next_).plan = plan;
+  i64 begin(i64 plan, bool announced) {
+    slot(next_).plan = plan, slot(next_).announced = announced;
     slot(next_).word = u64(next_) << 2 | RUNNING;
     running_++;
     return next_++;
@@ -38,6 +38,7 @@ class Statuses {
     return true;
   }
   i64 plan(i64 number) const { return slot(number).plan; }  // while it runs
+  bool announced(i64 number) const { return slot(number).announced; }
   i64 running() const { return running_; }
 
  private:
@@ -45,6 +46,7 @@ class Statuses {
   struct Slot {
     std::atomic<u64> word;  // number, then two bits of Status
     i64 plan = 0;
+    bool announced = false;  // its end is an event
   };
   Slot& slot(i64 number) { return slots_[std::size_t(number % SLOTS)]; }
   const Slot& slot(i64 number) const { return slots_[std::size_t(number % SLOTS)]; }
