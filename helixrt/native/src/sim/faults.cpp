@@ -9,9 +9,9 @@ void World::draw_options() {
   o.period = !silent && random_.one_in(4) ? 0 : 1 * S;
   o.connect = 5 * S;
   o.answer = random_.pick<i64>({10 * MS, 40 * MS});
-  o.attempt = o.period ? random_.pick<i64>({25 * MS, 100 * MS, 30 * S}) : 2 * S;
+  o.attempt = o.period ? random_.pick<i64>({25 * MS, 100 * MS, 2 * S}) : 2 * S;
   o.retry = 2 * MS, o.rest = random_.pick<i64>({100 * US, 2 * MS}), o.longest_rest = 20 * MS, o.steady = 50 * MS;
-  o.acknowledge = random_.pick<i64>({100 * US, 5 * MS, 20 * MS});
+  o.acknowledge = random_.pick<i64>({1 * MS, 5 * MS, 20 * MS});
   o.eager_bytes = random_.pick<u64>({0, F / 4, F, 3 * F});
   o.keep_bytes = random_.pick<u64>({0, F / 2, 2 * F});
   o.eager_memory = random_.pick<u64>({F / 2, 2 * F, 2 * F, 16 * F});

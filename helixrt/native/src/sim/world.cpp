@@ -173,6 +173,7 @@ void World::turn(Rank& rank) {
 }
 
 void World::act(Rank& rank) {
+  if (rank.program.empty()) return;  // it was told to leave
   const int task = rank.program.front().task;
   rank.program.pop_front();
   if (!rank.program.empty()) after(std::max<i64>(rank.program.front().at - now_, 0), What::ACT, rank.me);
@@ -274,6 +275,7 @@ void World::close_end(int connection, int side) {
   End &mine = network_.end(connection, side), &other = network_.end(connection, 1 - side);
   if (std::exchange(mine.closed, true)) return;
   if (traced_) note("rank " + std::to_string(mine.rank) + " closes connection " + std::to_string(connection));
+  if (other.read.inside_fragment()) audits_[{mine.peer, mine.rank}].broken_off(other.read.header.sequence);
   const bool unread = !other.bytes.empty();
   other.swallows = true;
   other.bytes.clear(), other.arrived = 0;
