@@ -139,7 +139,8 @@ void World::happen(const Event& e) {
       act(rank);
       break;
     case What::CLOSE:
-      if (!rank.over) rank.state = Rank::CLOSES, rank.core->close();
+      if (!rank.over) rank.state = Rank::CLOSES, rank.closed_at = now_, rank.core->close();
+      after(LINGER + US, What::LEAVE, rank.me);
       break;
     default:
       break;
@@ -169,7 +170,7 @@ void World::turn(Rank& rank) {
   if (rank.state == Rank::WORKS && finished && !rank.over && !std::exchange(rank.closing, true))
     after(i64(random_.below(random_.pick<u64>({10 * US, MS, 20 * MS}))), What::CLOSE, rank.me);
   if (rank.over && finished && (!core.unsaid() || now_ > rank.ended_at + 300 * MS)) return leave(rank);
-  if (rank.state == Rank::CLOSES && !core.unsaid()) leave(rank);
+  if (rank.state == Rank::CLOSES && (!core.unsaid() || (struck_ && now_ > rank.closed_at + LINGER))) leave(rank);
 }
 
 void World::act(Rank& rank) {

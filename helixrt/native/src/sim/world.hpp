@@ -15,6 +15,7 @@
 
 namespace hx::sim {
 constexpr i64 US = 1'000, MS = 1'000'000, S = 1'000'000'000;
+constexpr i64 LINGER = 2 * S;  // how long a rank waits for the end of its farewell, where a fault may keep that back
 
 class World;
 
@@ -47,7 +48,7 @@ struct Rank final : Io {
     int task;
   };
   std::deque<Action> program;  // in the order of their times
-  i64 paused_until = 0, tick_at = NEVER, ended_at = NEVER, late = 0;
+  i64 paused_until = 0, tick_at = NEVER, ended_at = NEVER, closed_at = 0, late = 0;
   int unfinished = 0, overdue = 0;
   bool over = false, closing = false;
   std::map<std::pair<int, int>, bool> left;  // (peer, rail) that is reported as left
