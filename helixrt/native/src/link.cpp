@@ -310,6 +310,8 @@ void Link::flush(i64 now) {
     recover();
     if (paths_) hop();
     pump();
+    farewell();
+    if (said_farewell_) pump();
   }
   for (Rail& r : rails_)
     if (r.up() && !r.stream->idle() && !r.stream->want_write) write(r);
@@ -328,7 +330,7 @@ void Link::flush(i64 now) {
 }
 
 bool Link::unsaid() const {
-  const bool farewell = !over_ && !closed_ && !const_cast<Link*>(this)->outbox_.flights().empty();
+  const bool farewell = !over_ && !closed_ && closing_ && !(said_farewell_ && const_cast<Link*>(this)->outbox_.flights().empty());
   return farewell || std::any_of(rails_.begin(), rails_.end(), [](const Rail& r) { return r.up() && !r.stream->idle(); });
 }
 }  // namespace hx

@@ -79,6 +79,7 @@ class Link final : private Stream::Frames {
   void write(Rail& rail);
   bool owes() const;
   void tell(Outgoing& message);
+  void farewell();
   void note_farewell();
 
   // rails
@@ -107,6 +108,7 @@ class Link final : private Stream::Frames {
   int reading_ = 0;
   std::string garbage_;  // what came on it that is no frame
   bool over_ = false, closed_ = false;  // closed: the peer has, in order
+  bool closing_ = false, said_farewell_ = false;  // this end closes
   u64 farewell_ = 0;                    // the sequence number of its BYE
   // acknowledgements that this end owes
   bool prompt_ = false;

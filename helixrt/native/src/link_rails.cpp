@@ -164,7 +164,8 @@ void Link::tick(i64 now) {
 
 i64 Link::due() const {
   if (over_) return NEVER;
-  i64 due = paths_ ? std::min(acknowledge_at_, paths_->due()) : acknowledge_at_;
+  i64 due = prompt_ ? NEVER : acknowledge_at_;  // what is due is said as soon as a rail carries it
+  if (paths_) due = std::min(due, paths_->due());
   bool up = false;
   for (const Rail& r : rails_) {
     up |= r.up();
@@ -207,7 +208,12 @@ void Link::abort(std::string_view cause) {
 }
 
 void Link::close() {
-  if (over_) return;
+  closing_ = true;
+}
+
+void Link::farewell() {  // the last frame: all of each message has a sequence number by now
+  if (!closing_ || said_farewell_ || !outbox_.all_cut()) return;
+  said_farewell_ = true;
   outbox_.say(Kind::BYE, generation_, {});
   outbox_.flights().back().header.flags |= ACK_ME;
 }

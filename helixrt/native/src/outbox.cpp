@@ -137,6 +137,10 @@ std::vector<Outgoing*> Outbox::of(const void* owner) {
   return found;
 }
 
+bool Outbox::all_cut() const {
+  return std::all_of(messages_.begin(), messages_.end(), [](const auto& each) { return each.second.whole; });
+}
+
 bool Outbox::unfinished() const {
   return std::any_of(messages_.begin(), messages_.end(), [](const auto& each) { return !each.second.told; });
 }

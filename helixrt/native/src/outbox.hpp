@@ -61,6 +61,7 @@ class Outbox {
   u64 newest() const { return next_sequence_ - 1; }
   u64 outstanding() const { return bytes_; }
   bool waits() const { return !messages_.empty(); }
+  bool all_cut() const;     // all of each message is in fragments
   bool unfinished() const;  // a message whose owner waits
   struct Acknowledged {
     int rail;
