@@ -35,7 +35,7 @@ from helixrt.protocol.collective.plan import Plan, Receive, Region, Send, Space
 
 SOURCES = Path(__file__).with_name("src")
 FRAGMENT_BYTES = 256
-FLAGS = ("-std=c++20", "-O2", "-g1", "-fPIC", "-pthread", "-fvisibility=hidden")
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-pthread", "-fvisibility=hidden")
 COMPILE_S = 600.0
 REPORT_BYTES = 1 << 18
 SURVIVED = ("break", "break_all", "rail_dead", "refuse", "slow", "black_hole", "pause")
@@ -266,7 +266,11 @@ class Simulation:
             ("fragment_bytes", number, []),
             ("count_name", text, [ctypes.c_int32]),
             ("shape", None, [pointer, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]),
-            ("part", ctypes.c_int32, [pointer, pointer, number, pointer, pointer, number, pointer, pointer, pointer, pointer, number]),
+            (
+                "part",
+                ctypes.c_int32,
+                [pointer, pointer, number, pointer, pointer, number, pointer, pointer, pointer, pointer, number],
+            ),
             ("run", ctypes.c_int32, [pointer, ctypes.c_uint64, ctypes.c_uint32, pointer, pointer, number]),
             ("many", number, [pointer, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint32, pointer]),
         ):
@@ -291,7 +295,9 @@ class Simulation:
 
         for part in shape.parts:
             end = max(part.source_at + part.source_bytes, part.out_at + part.out_bytes)
-            layout = array("q", (part.takes_part, part.in_place, end, part.source_at, part.source_bytes, part.out_at, part.out_bytes))
+            layout = array(
+                "q", (part.takes_part, part.in_place, end, part.source_at, part.source_bytes, part.out_at, part.out_bytes)
+            )
             masks, indices = array("q", part.masks.tolist()), array("q", part.indices.tolist())
             add = partial(self.library.hx_sim_part, self._catalogue)
             rest = (at(layout), at(masks), at(indices), why, len(why))
@@ -318,7 +324,9 @@ class Simulation:
         why = ctypes.create_string_buffer(REPORT_BYTES)
         if self.library.hx_sim_run(self._catalogue, seed, self.bits(faults), counts, why, len(why)):
             chosen = "" if tuple(faults) == ALL_FAULTS else f" --faults {','.join(faults)}"
-            raise Failed(f"replay: python -m helixrt.native.simulation --seed {seed}{chosen}\n{why.value.decode(errors='replace')}")
+            raise Failed(
+                f"replay: python -m helixrt.native.simulation --seed {seed}{chosen}\n{why.value.decode(errors='replace')}"
+            )
         return dict(zip(self.names, counts, strict=True))
 
     def many(self, first: int, count: int, threads: int = 1, faults: Sequence[str] = ALL_FAULTS) -> dict[str, int]:
@@ -332,14 +340,18 @@ class Simulation:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m helixrt.native.simulation", description="Run the data plane in a simulated world.")
+    parser = argparse.ArgumentParser(
+        prog="python -m helixrt.native.simulation", description="Run the data plane in a simulated world."
+    )
     parser.add_argument("--seed", type=int, help="run this seed alone")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--faults", default=",".join(ALL_FAULTS), help="the kinds that may happen, with commas between")
     parser.add_argument("--fragment-bytes", type=int, default=FRAGMENT_BYTES)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), f"helixrt-sim-{os.getuid()}"), help="for what is compiled")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir(), f"helixrt-sim-{os.getuid()}"), help="for what is compiled"
+    )
     parser.add_argument("--sources", type=Path, default=SOURCES)
     given = parser.parse_args(arguments)
     faults = tuple(filter(None, given.faults.split(",")))

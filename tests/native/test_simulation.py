@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-
 from helixrt.native.simulation import ALL_FAULTS, SOURCES, SURVIVED, Failed, Simulation, build
 
 SHORT, LONG, MUTATED = 3_000, 200_000, 20_000
@@ -19,17 +18,37 @@ RULES = (  # what must have come about, else the schedules show nothing of it
 )
 MUTATIONS = {  # name: file, what is there, what is there instead
     "the ledger takes a sequence twice": ("inbox.cpp", "if (ledger.has(h.sequence)) return", "if (false) return"),
-    "a duplicate control frame counts": ("link.cpp", "if (!inbox_.ledger.take(h.sequence)) return", "if (inbox_.ledger.take(h.sequence), false) return"),
-    "acknowledged one too far": ("link.cpp", "std::vector<u64> body{inbox_.ledger.floor(),", "std::vector<u64> body{inbox_.ledger.floor() + 1,"),
+    "what a failed rail had yet to write is given up": (
+        "link_rails.cpp",
+        "flight.queued = false, outbox_.again(&flight);",
+        "flight.queued = false;",
+    ),
+    "acknowledged one too far": (
+        "link.cpp",
+        "std::vector<u64> body{inbox_.ledger.floor(),",
+        "std::vector<u64> body{inbox_.ledger.floor() + 1,",
+    ),
     "what came before a failure comes again": ("inbox.cpp", "if (position < p->taken) {", "if (false) {"),
     "the carry of an element is dropped": ("inbox.cpp", "p->carry = u32(have - use);", "p->carry = 0;"),
-    "the answer to RESUME is ignored": ("link.cpp", "for (Flight* flight : std::exchange(lost_, {})) outbox_.again(flight);", "lost_.clear();"),
-    "the window is ignored": ("outbox.hpp", "return !bytes_ || bytes_ + bytes <= options_.window_bytes;", "return bytes_ + bytes + 1 > 0;"),
+    "the answer to RESUME is ignored": (
+        "link.cpp",
+        "for (Flight* flight : std::exchange(lost_, {})) outbox_.again(flight);",
+        "lost_.clear();",
+    ),
+    "the window is ignored": (
+        "outbox.hpp",
+        "return !bytes_ || bytes_ + bytes <= options_.window_bytes;",
+        "return bytes_ + bytes + 1 > 0;",
+    ),
     "deadlines are not checked": ("core.cpp", "if (now_ < each->call.deadline) continue;", "if (true) continue;"),
     "memory stays attached at an end": ("link_rails.cpp", "  inbox_.detach();\n", ""),
     "early memory is not given back": ("inbox.cpp", "early_ -= message.eager;", ""),
     "a message that was kept is read from its caller": ("outbox.cpp", "flight.data = m.data + flight.header.offset;", ";"),
-    "silence is no death": ("link_rails.cpp", "if (!heard_ || silence < limit) return;", "if (!heard_ || silence < limit || up) return;"),
+    "silence is no death": (
+        "link_rails.cpp",
+        "if (!heard_ || silence < limit) return;",
+        "if (!heard_ || silence < limit || up) return;",
+    ),
 }
 
 
