@@ -1,8 +1,8 @@
 """The data plane of several ranks in a simulated world: the library's own core, on a seeded network and a virtual clock.
 
-In: seeds, and the kinds of fault that may happen. Out: how often each fault came about and each rule of the core was met; or the
-seed that failed, with what is wrong, the last events and the state of all ranks. The world is C++ (`src/sim/`), compiled here with
-the core's sources into a library of its own, with short fragments, so that thousands of schedules take seconds.
+In: seeds, and the kinds of fault that may happen. Out: how often each fault came about and each rule of the core was met; or
+the seed that failed, with what is wrong, the last events and the state of all ranks. The world is C++ (`src/sim/`), compiled
+here with the core's sources into a library of its own, with short fragments, so that thousands of schedules take seconds.
 
     python -m helixrt.native.simulation --first 0 --count 10000     # or --seed N to see one
 """
@@ -53,7 +53,7 @@ class Failed(Exception):
 
 
 def build(folder: Path, sources: Path = SOURCES, fragment_bytes: int = FRAGMENT_BYTES, flags: Sequence[str] = ()) -> Path:
-    """Compile `sources` and their simulation into `folder`, file by file; what was compiled there from equal text is not again."""
+    """Compile `sources` and their simulation into `folder`, file by file; objects of equal text are kept."""
     compiler = _compiler()
     command = (*compiler, *FLAGS, f"-DHX_FRAGMENT_BYTES={fragment_bytes}", *flags)
     headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources.rglob("*.hpp"))))
