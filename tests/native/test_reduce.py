@@ -54,7 +54,8 @@ void reduce(int set, int dtype, int op, long long divisor, void* into, const voi
   const long long by = last ? divisor : 1;
   const hx::Kernel kernel = hx::lanes64::find(work.dtype, work.op, by != 1);
   if (kernel == nullptr) return reduction.apply(into, left, right, count, last);  // it has no vectors
-  kernel(static_cast<hx::u8*>(into), static_cast<const hx::u8*>(left), static_cast<const hx::u8*>(right), count * work.times, by);
+  const auto *a = static_cast<const hx::u8*>(left), *b = static_cast<const hx::u8*>(right);
+  kernel(static_cast<hx::u8*>(into), a, b, count * work.times, by);
 }
 }
 """
