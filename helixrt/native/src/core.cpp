@@ -87,10 +87,8 @@ std::string Core::differs(i64 op) {
 
 i64 Core::awaited() const {
   i64 found = 0;
-  for (const auto& link : links_) {
-    const i64 op = link ? link->oldest() : 0;
-    if (op && (!found || (op & Agreement::NUMBER) < (found & Agreement::NUMBER))) found = op;
-  }
+  for (const Operation* each : running_)
+    if (each->call.name >= 0 && (!found || (each->wire & Agreement::NUMBER) < (found & Agreement::NUMBER))) found = each->wire;
   return found;
 }
 

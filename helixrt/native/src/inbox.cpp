@@ -141,11 +141,4 @@ void Inbox::detach() {
   wanted_.clear();
   posted_ = 0;
 }
-
-i64 Inbox::oldest(i64 bits) const {
-  i64 found = 0;
-  for (const auto& [name, message] : messages_)
-    if (message.posted && name.op > bits && (!found || (name.op & bits) < (found & bits))) found = name.op;
-  return found;
-}
 }  // namespace hx

@@ -64,7 +64,6 @@ class Inbox {
 
   bool waits() const { return posted_ > 0; }  // for messages that were asked for
   bool expects(Name name) const { return messages_.count(name) != 0; }
-  i64 oldest(i64 bits) const;  // the operation with the least number, of those that messages are awaited for; 0: none
   Ledger ledger;
   u64 consumed = 0;    // eager bytes given back
   u64 duplicates = 0;  // fragments

@@ -15,6 +15,7 @@ class Ledger {
   }
   bool take(u64 sequence) {  // false: it has come before
     if (has(sequence)) return false;
+    taken_++;
     auto after = above_.upper_bound(sequence);
     const bool joins_next = after != above_.end() && after->first == sequence + 1;
     const u64 last = joins_next ? after->second : sequence;
@@ -32,11 +33,12 @@ class Ledger {
     }
     return true;
   }
+  u64 taken() const { return taken_; }                           // how many have come
   u64 floor() const { return floor_; }                           // all up to here have come
   const std::map<u64, u64>& ranges() const { return above_; }    // and these: first -> last
 
  private:
-  u64 floor_ = 0;
+  u64 floor_ = 0, taken_ = 0;
   std::map<u64, u64> above_;
 };
 }  // namespace hx

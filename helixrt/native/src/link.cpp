@@ -138,7 +138,7 @@ void Link::frame(const Header& h, const u8* body) {
       break;
     case Kind::ACK:
       counters(h, body);
-      if (h.flags & ANSWER && resuming_ && h.op == resume_) {
+      if (h.flags & ANSWER && h.op >= resume_least_) {
         resuming_ = false;
         for (Flight* flight : std::exchange(lost_, {})) outbox_.again(flight);
       }
@@ -231,7 +231,7 @@ void Link::say_counters(Rail& rail, Kind kind, i64 op, u8 flags) {
   say(rail, kind, op, flags, body.data(), body.size() * sizeof(u64));
   if (!rail.usable()) return;
   prompt_ = false, acknowledge_at_ = NEVER;
-  said_floor_ = inbox_.ledger.floor(), said_consumed_ = inbox_.consumed;
+  said_floor_ = inbox_.ledger.floor(), said_taken_ = inbox_.ledger.taken(), said_consumed_ = inbox_.consumed;
 }
 
 Rail* Link::carrier(bool room) {
@@ -301,7 +301,8 @@ void Link::writable(int rail, i64 now) {
 }
 
 bool Link::owes() const {
-  return said_floor_ < inbox_.ledger.floor() || !inbox_.ledger.ranges().empty() || said_consumed_ < inbox_.consumed;
+  const Ledger& ledger = inbox_.ledger;
+  return said_floor_ < ledger.floor() || said_consumed_ < inbox_.consumed || (!ledger.ranges().empty() && said_taken_ < ledger.taken());
 }
 
 void Link::flush(i64 now) {

@@ -24,7 +24,7 @@ class Link final : private Stream::Frames {
     virtual void ended(int peer, End end, std::string cause) = 0;  // the link is over; it says nothing more
     virtual void note(Report&& report) = 0;
     virtual std::string differs(i64 op) = 0;  // a name that was not expected: the difference if it is another call; else empty
-    virtual i64 awaited() const = 0;          // the oldest operation that messages are awaited for, of all links; 0: none
+    virtual i64 awaited() const = 0;          // the oldest collective that runs; 0: none
 
    protected:
     ~Owner() = default;
@@ -53,7 +53,6 @@ class Link final : private Stream::Frames {
   bool unsaid() const;  // bytes wait to be written
   bool unfinished() const { return inbox_.waits() || outbox_.unfinished(); }
   bool busy() const { return inbox_.waits() || outbox_.waits(); }
-  i64 oldest() const { return inbox_.oldest((i64(1) << 31) - 1); }
   int connection(int rail) const { return rails_[rail].up() ? rails_[rail].stream->connection : -1; }
   const std::vector<Rail>& rails() const { return rails_; }
   u64 duplicates() const { return inbox_.duplicates; }
@@ -112,11 +111,12 @@ class Link final : private Stream::Frames {
   u64 farewell_ = 0;                    // the sequence number of its BYE
   // acknowledgements that this end owes
   bool prompt_ = false;
-  u64 said_floor_ = 0, said_consumed_ = 0;
+  u64 said_floor_ = 0, said_taken_ = 0, said_consumed_ = 0;
   i64 acknowledge_at_ = NEVER;
   // failover
   std::vector<Flight*> lost_;  // on rails that failed; the peer may have them
   i64 resume_ = 0, resume_until_ = 0;
+  i64 resume_least_ = 1;  // the first RESUME that was said after the newest of lost_ was added: its answer says all
   bool resuming_ = false;
   i64 probes_ = 0;
   std::unique_ptr<Paths> paths_;  // null where rails are no paths

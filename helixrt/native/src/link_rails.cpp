@@ -33,7 +33,7 @@ void Link::probe(Rail& r) {
 
 void Link::serve(Rail& r) {
   r.state = Rail::SERVING, r.since = now_, r.due = NEVER;
-  prompt_ = true, said_floor_ = 0;  // what was said on a rail that failed may not have come
+  prompt_ = true, said_floor_ = said_taken_ = 0;  // what was said on a rail that failed may not have come
   if (!std::exchange(r.left, false)) return;
   r.returns++;
   owner_.note({Event::RAIL_BACK, peer_, 0, number(r), usable(), {}});
@@ -61,10 +61,11 @@ void Link::fail(Rail& r, Failure failure, std::string_view reason) {
     if (paths_ && flight.message && flight.header.length > options_.eager_bytes)
       paths_->taken_back(flight.rail, flight.header.body, now_);
     if (std::find(lost_.begin(), lost_.end(), &flight) != lost_.end()) continue;
+    flight.given = 0;  // it is on no rail now
     if (flight.queued)
       flight.queued = false, outbox_.again(&flight);  // not all of it was written, so the peer cannot have it
     else
-      lost_.push_back(&flight);
+      lost_.push_back(&flight), resume_least_ = resume_ + 1;
   }
   for (Flight* flight : stream.queue()) flight->queued = false;
   outbox_.prune();
@@ -72,10 +73,10 @@ void Link::fail(Rail& r, Failure failure, std::string_view reason) {
   r.bytes_sent += stream.bytes_sent, r.bytes_received += stream.bytes_received;
   io_.close(stream.connection);
   r.stream.reset();
-  r.state = Rail::DOWN, r.failure = failure, r.reason = reason, r.failures++;
+  r.state = Rail::DOWN, r.failure = failure, r.reason = reason, r.failures += !over_;
   resuming_ = false;  // it may have been on this rail
   if (over_) return;
-  prompt_ = true, said_floor_ = 0;
+  prompt_ = true, said_floor_ = said_taken_ = 0;
   pause(r);
   if (served || !r.left) left(r, reason);
   if (failure == Failure::PROGRAM) lost(reason);
@@ -121,7 +122,7 @@ void Link::recover() {
   }
   if (lost_.empty() || (resuming_ && now_ < resume_until_)) return;
   Rail* rail = carrier(false);
-  if (!rail) return;
+  if (!rail) return void(resuming_ = false);
   resuming_ = true, resume_++, resume_until_ = now_ + options_.answer;
   say_counters(*rail, Kind::RESUME, resume_, 0);
 }
@@ -180,6 +181,7 @@ i64 Link::due() const {
   }
   if (closed_) return due;
   if (!heard_) return std::min(due, began_ + options_.connect);
+  if (options_.period) due = std::min(due, ticked_ + options_.period / 4);  // else a sleep would count as that of this process
   if (options_.period || !up) due = std::min(due, heard_ + (options_.period ? options_.period * 3 / 2 : options_.attempt));
   return due;
 }
@@ -191,7 +193,10 @@ void Link::end(End end, std::string cause) {
   owner_.ended(peer_, end, std::move(cause));
 }
 
-void Link::lost(std::string_view reason) { end(End::PEER, "lost rank " + std::to_string(peer_) + ": " + std::string(reason)); }
+void Link::lost(std::string_view reason) {
+  if (closing_ && !unfinished()) return void(closed_ = true);  // both ends are done
+  end(End::PEER, "lost rank " + std::to_string(peer_) + ": " + std::string(reason));
+}
 
 void Link::lose(std::string_view reason) { lost(reason); }
 
