@@ -18,6 +18,8 @@ from helixrt.record import FlightRecord
 from helixrt.transport.contract import Endpoint
 
 if TYPE_CHECKING:
+    from helixrt.collectives.operations import AnyCommunicator
+    from helixrt.protocol.collective.algorithms.layout import Tuning
     from helixrt.transport.named_rails import NamedRails
 
 LOOPBACK = "127.0.0.1"
@@ -54,12 +56,17 @@ def open_endpoint(secret: bytes, host: str, reach: Reach = DEFAULT, record: Flig
     `record` gets the history of rails and paths. Raises ConfigError for a transport or a rail that cannot be.
     """
     from helixrt.transport.auto import AutoEndpoint
+    from helixrt.transport.choice import NATIVE
     from helixrt.transport.named_rails import NamedRails
+    from helixrt.transport.native.endpoint import NativeEndpoint
+    from helixrt.transport.native.links import LinksOptions
     from helixrt.transport.tcp.endpoint import EAGER_BYTES, TcpOptions
     from helixrt.transport.tcp.rails import TcpRail
     from helixrt.transport.verbs.devices import rails_here
 
     named = find_rails(reach)
+    if reach.transport == NATIVE:
+        return NativeEndpoint(secret, named.tcp or (TcpRail(host),), LinksOptions(period_s=reach.heartbeat_s), record)
     here = NamedRails(named.tcp or (TcpRail(host),), named.rdma or tuple(rails_here())).as_paths(reach.paths)
     link = LinkOptions(hopping=reach.hopping) if reach.hopping else LinkOptions(eager_bytes=EAGER_BYTES)
     if reach.hang_s is not None:
@@ -80,14 +87,27 @@ def open_endpoint(secret: bytes, host: str, reach: Reach = DEFAULT, record: Flig
     )
 
 
+def communicator_over(endpoint: Endpoint, tuning: Tuning | None = None, name: str = "collectives") -> AnyCommunicator:
+    """What carries out collectives over `endpoint`, which it owns."""
+    from helixrt.collectives.communicator import Communicator
+    from helixrt.collectives.native_communicator import NativeCommunicator
+    from helixrt.transport.native.endpoint import NativeEndpoint
+
+    if isinstance(endpoint, NativeEndpoint):
+        return NativeCommunicator(endpoint, tuning, name)
+    return Communicator(endpoint, tuning, name)
+
+
 def find_rails(reach: Reach) -> NamedRails:
     """The NICs that were named. Raises ConfigError (rail) for one that this host has not, or that the transport cannot use."""
-    from helixrt.transport.choice import TCP, VERBS
+    from helixrt.transport.choice import NATIVE, TCP, VERBS
     from helixrt.transport.named_rails import named_rails
 
     named = named_rails(reach.rails)
-    if named.rdma and reach.transport == TCP:
-        raise ConfigError("rail", named.rdma[0].device, f"is an RDMA port, which {TCP} does not use")
+    if named.rdma and reach.transport in (TCP, NATIVE):
+        raise ConfigError("rail", named.rdma[0].device, f"is an RDMA port, which {reach.transport} does not use")
+    if reach.transport == NATIVE and reach.hopping is not None:
+        raise ConfigError("hopping", reach.hopping.policy.value, f"{NATIVE} has no hopping yet; use {TCP}")
     if named.tcp and reach.transport == VERBS:
         raise ConfigError("rail", named.tcp[0].device or named.tcp[0].address, f"is no RDMA port, and {VERBS} needs one")
     return named

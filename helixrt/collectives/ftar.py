@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from helixrt.collectives.communicator import Communicator
+from helixrt.collectives.endpoints import communicator_over
 from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.handle import End
@@ -42,7 +42,7 @@ class FtarExchange(Exchange):
         name: str = "exchange",
         huge_pages: bool = False,
     ) -> None:
-        self._communicator = Communicator(endpoint, tuning, name)
+        self._communicator = communicator_over(endpoint, tuning, name)
         if huge_pages:
             self._communicator.use_huge_pages()
         self._collectives = Collectives(self._communicator)

@@ -13,9 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from helixrt.collectives.communicator import Communicator
 from helixrt.collectives.deadline import Deadline
-from helixrt.collectives.endpoints import Reach, open_endpoint, towards
+from helixrt.collectives.endpoints import Reach, communicator_over, open_endpoint, towards
 from helixrt.collectives.group_collectives import GroupCollectives
 from helixrt.collectives.operations import Collectives
 from helixrt.collectives.rendezvous import agreed_secret, all_connected, meet
@@ -28,7 +27,7 @@ from helixrt.transport.monitor import client as monitor
 from helixrt.transport.monitor.client import Monitor
 
 SECRET_VARIABLE = "HELIXRT_SECRET"  # the run's secret; without it the ranks agree on one
-TRANSPORT_VARIABLE = "HELIXRT_TRANSPORT"  # "auto", "tcp", "shared_memory" or "verbs"; the same on all ranks
+TRANSPORT_VARIABLE = "HELIXRT_TRANSPORT"  # "auto", "tcp", "shared_memory", "verbs" or "native"; the same on all ranks
 HUGE_PAGES_VARIABLE = "HELIXRT_HUGE_PAGES"  # "1": tensors that are used again and again may get huge pages
 
 
@@ -56,7 +55,7 @@ class GroupLifecycle(GroupCollectives):
         self._aborted.clear()
         try:
             secret = os.environ.get(SECRET_VARIABLE) or agreed_secret(store, rank, size, deadline, self._aborted.is_set)
-            communicator = Communicator(self._endpoint(store, secret), self._tuning, name)
+            communicator = communicator_over(self._endpoint(store, secret), self._tuning, name)
             if os.environ.get(HUGE_PAGES_VARIABLE) == "1":
                 communicator.use_huge_pages()
             self._collectives = Collectives(communicator, self._staging)

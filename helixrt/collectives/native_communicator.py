@@ -21,20 +21,19 @@ from helixrt.collectives.execution import Wire
 from helixrt.collectives.handle import CollectiveError, End, Handle, Latch, finished
 from helixrt.collectives.huge_pages import HugePages
 from helixrt.collectives.reduction import Op, Reduction
-from helixrt.errors import Cause, Retryable
+from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.native.engine import EngineEvent
 from helixrt.native.library import End as NativeEnd
 from helixrt.native.library import Dtype, EventKind, Operator, Status
 from helixrt.protocol import calls
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.protocol.collective.plan import Plan
+from helixrt.transport.choice import AUTO, NATIVE
 from helixrt.transport.native.causes import pack_cause, parse_cause
-from helixrt.transport.native.links import Links
+from helixrt.transport.native.endpoint import NativeEndpoint
 
 if TYPE_CHECKING:
     from helixrt.collectives.staged_operation import StagedOperation
-
-MakeLinks = Callable[[Callable[[EngineEvent], None]], Links]
 
 _DTYPES = {  # of those that can be reduced; others are only moved
     **{torch.uint8: Dtype.U8, torch.int8: Dtype.I8, torch.int16: Dtype.I16, torch.int32: Dtype.I32, torch.int64: Dtype.I64},
@@ -46,18 +45,19 @@ _ENDS = {NativeEnd.ABORTED: End.ABORTED, NativeEnd.DEADLINE: End.DEADLINE}  # el
 
 
 class NativeCommunicator:
-    """Owns its links and their engine; `close` gives up both. `make_links` gets the function that hears the engine's events.
+    """Owns `endpoint`, of which it uses the links and their engine.
 
     Any thread may call; collectives must be submitted in the same order on all ranks.
     """
 
-    def __init__(self, make_links: MakeLinks, tuning: Tuning | None = None, name: str = "collectives") -> None:
+    def __init__(self, endpoint: NativeEndpoint, tuning: Tuning | None = None, name: str = "collectives") -> None:
         self.name, self.rank, self.size, self.generation = name, 0, 0, -1
         self.tuning = tuning or Tuning()
         self.submitted = 0  # collectives of this generation
-        self._links = make_links(self._heard)
+        self._endpoint, self._links = endpoint, endpoint.links
         self._engine = self._links.engine
         self._engine.announce(True)
+        endpoint.hand_over(self._heard)
         self._pages = HugePages()
         self._lock = threading.Lock()  # of what follows
         self._configured, self._closed = False, False
@@ -67,7 +67,7 @@ class NativeCommunicator:
     @property
     def address(self) -> bytes:
         """For the peers, see `Endpoint.address`."""
-        return self._links.address.pack()
+        return self._endpoint.address()
 
     def use_huge_pages(self) -> None:
         """The tensors of all operations may get huge pages (`huge_pages`): their owner consents."""
@@ -157,10 +157,9 @@ class NativeCommunicator:
             return
         if self.busy:  # an orderly end needs that no operation is unfinished
             self._end(cause)
-        self._links.close()
         self._closed = True
+        self._endpoint.close()
         self._failure = self._failure or CollectiveError(cause, End.ABORTED)
-        self._engine.close()
 
     # ---------------------------------------------------------------- operations
 
@@ -189,7 +188,8 @@ class NativeCommunicator:
         `timeout_s` is its software deadline. `finish` runs after success, before the result is reported. `call`: a collective's
         fingerprint (`protocol.calls`), the same on all ranks. With `waits` the caller promises to call `wait` at once.
         """
-        assert staged is None, "tensors on a device are not this communicator's yet"
+        if staged is not None:
+            raise ConfigError("transport", NATIVE, f"carries tensors on the CPU only, not on {out.device}; use {AUTO}")
         if (refused := self.refusal()) is not None:
             return finished(refused)
         if self.size > 1 and self._pages.consent:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from helixrt.collectives.communicator import Communicator
+from helixrt.collectives.native_communicator import NativeCommunicator
 from helixrt.collectives.execution import Wire
 from helixrt.collectives.handle import Handle, finished
 from helixrt.collectives.memory import lies_at, overlap
@@ -24,6 +25,8 @@ from helixrt.errors import Cause
 from helixrt.protocol.calls import fingerprint
 from helixrt.protocol.collective.algorithms import choice, direct
 from helixrt.protocol.collective.plan import Plan
+
+AnyCommunicator = Communicator | NativeCommunicator  # until the native one has all that the other has
 
 _MOST_PLANS = 256
 _BOUNDARY = 16  # bytes; kernels depend on addresses modulo this
@@ -44,7 +47,7 @@ class How:
 class Collectives:
     """The operations of one communicator."""
 
-    def __init__(self, communicator: Communicator, staging: Staging | None = None) -> None:
+    def __init__(self, communicator: AnyCommunicator, staging: Staging | None = None) -> None:
         self.communicator, self.tuning = communicator, communicator.tuning
         self._staging = staging or Staging()
         self._plans: dict[Hashable, Plan] = {}

@@ -15,8 +15,9 @@ from helixrt.transport.shared_memory import address as shared_memory
 from helixrt.transport.verbs import address as verbs_address
 
 AUTO, SHARED_MEMORY, VERBS, TCP = "auto", "shared_memory", "verbs", "tcp"
+NATIVE = "native"  # the native data plane, over TCP and shared memory: not among what AUTO chooses from yet
 MONITOR = "monitor"  # no transport: the address of a rank's monitor process, in the same list of addresses
-TRANSPORTS = (AUTO, TCP, SHARED_MEMORY, VERBS)
+TRANSPORTS = (AUTO, TCP, SHARED_MEMORY, VERBS, NATIVE)
 
 _PART = struct.Struct("<BH")  # lengths of a transport's name and address
 
@@ -73,6 +74,10 @@ def check_transport(value: str, key: str = "transport") -> None:
         raise ConfigError(key, value, f"must be one of {', '.join(TRANSPORTS)}")
     if value == SHARED_MEMORY and (reason := shared_memory.unsupported()) is not None:
         raise ConfigError(key, value, reason)
+    if value == NATIVE:
+        from helixrt.native.library import library
+
+        library()  # compiled now, if it is not: not by each rank
     if value == VERBS:
         from helixrt.transport.verbs import endpoint as verbs
 

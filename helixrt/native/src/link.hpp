@@ -101,6 +101,7 @@ class Link final : private Stream::Frames {
   const u32 generation_;
   const int peer_;
   i64 now_, began_, heard_ = 0, ticked_;
+  i64 failed_ = 0;  // when a rail last did
   Inbox inbox_;
   Outbox outbox_;
   std::vector<Rail> rails_;

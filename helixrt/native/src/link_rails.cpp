@@ -73,7 +73,7 @@ void Link::fail(Rail& r, Failure failure, std::string_view reason) {
   r.bytes_sent += stream.bytes_sent, r.bytes_received += stream.bytes_received;
   io_.close(stream.connection);
   r.stream.reset();
-  r.state = Rail::DOWN, r.failure = failure, r.reason = reason, r.failures += !over_;
+  r.state = Rail::DOWN, r.failure = failure, r.reason = reason, r.failures += !over_, failed_ = now_;
   resuming_ = false;  // it may have been on this rail
   if (over_) return;
   prompt_ = true, said_floor_ = said_taken_ = 0;
@@ -153,7 +153,8 @@ void Link::tick(i64 now) {
   }
   if (over_ || closed_) return;
   if (!heard_ && now_ - began_ >= options_.connect) return lost("no rail was connected in time");
-  const i64 silence = now_ - heard_, limit = options_.period ? options_.period * 3 / 2 : up ? NEVER : options_.attempt;
+  const i64 silence = now_ - (options_.period ? heard_ : std::max(heard_, failed_));  // without beats an idle rail is silent
+  const i64 limit = options_.period ? options_.period * 3 / 2 : up ? NEVER : options_.attempt;
   if (!heard_ || silence < limit) return;
   std::ostringstream text;
   text.precision(2);
@@ -182,7 +183,7 @@ i64 Link::due() const {
   if (closed_) return due;
   if (!heard_) return std::min(due, began_ + options_.connect);
   if (options_.period) due = std::min(due, ticked_ + options_.period / 4);  // else a sleep would count as that of this process
-  if (options_.period || !up) due = std::min(due, heard_ + (options_.period ? options_.period * 3 / 2 : options_.attempt));
+  if (options_.period || !up) due = std::min(due, options_.period ? heard_ + options_.period * 3 / 2 : std::max(heard_, failed_) + options_.attempt);
   return due;
 }
 

@@ -46,6 +46,7 @@ class NativeEndpoint(Endpoint):
         options = options or LinksOptions()
         self._record = record
         self._events: deque[EngineEvent] = deque()  # filled by the thread of the links
+        self._heard: Callable[[EngineEvent], None] = self._queue  # who gets the events
         self._peers: frozenset[int] = frozenset()
         self._over = True  # there is no generation, or it ended
         self._closed = False
@@ -65,9 +66,28 @@ class NativeEndpoint(Endpoint):
             raise
         disown_in_children(self)
 
+    def hand_over(self, heard: Callable[[EngineEvent], None]) -> None:
+        """From now on `heard` gets the engine's events, in the thread of the links, and uses `links`; this object gives the
+        address, records rails that fail and return, and closes."""
+        self._heard = heard
+
     def _hear(self, event: EngineEvent) -> None:
+        self._write(event)
+        self._heard(event)
+
+    def _queue(self, event: EngineEvent) -> None:
         self._events.append(event)
         os.eventfd_write(self._news, 1)
+
+    def _write(self, event: EngineEvent) -> None:
+        """For the flight record."""
+        if self._record is None:
+            return
+        if event.kind is EventKind.RAIL_LEFT:
+            rail = {"rail": event.a, "failure": None, "reason": event.text, "usable": event.b}
+            self._record.write(Recorded.RAIL_LEFT, peer=event.peer, **rail)
+        elif event.kind is EventKind.RAIL_BACK:
+            self._record.write(Recorded.RAIL_BACK, peer=event.peer, rail=event.a, usable=event.b)
 
     @property
     def links(self) -> Links:
@@ -195,10 +215,6 @@ class NativeEndpoint(Endpoint):
             return self._received(peer, event.op, event.a)
         if kind is EventKind.ENDED:
             return self._ended(peer, event.text)
-        if self._record is not None and kind is EventKind.RAIL_LEFT:
-            self._record.write(Recorded.RAIL_LEFT, peer=peer, rail=event.a, failure=None, reason=event.text, usable=event.b)
-        elif self._record is not None and kind is EventKind.RAIL_BACK:
-            self._record.write(Recorded.RAIL_BACK, peer=peer, rail=event.a, usable=event.b)
         return None
 
     def _received(self, peer: int, op: int, index: int) -> Outcome | None:
