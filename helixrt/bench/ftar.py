@@ -42,10 +42,14 @@ from helixrt.protocol.link.options import LinkOptions
 from helixrt.replica.store import host_store
 from helixrt.transport.auto import AutoEndpoint
 from helixrt.transport.contract import Endpoint
+from helixrt.transport.native.endpoint import NativeEndpoint
+from helixrt.transport.native.links import LinksOptions
 from helixrt.transport.tcp.endpoint import EAGER_BYTES, TcpOptions
+from helixrt.transport.tcp.rails import TcpRail
 
 SIZES_KIB = (4, 64, 1 << 10, 16 << 10, 64 << 10, 256 << 10)
-GROUPS = ("tcp", "shared_memory", "tcp_plain")  # of ours; the last without ledger and heartbeats
+# Of ours: of the two planes, and without ledger and heartbeats.
+GROUPS = ("native_tcp", "native_memory", "tcp", "shared_memory", "tcp_plain")
 SIDES = ("shared_memory", "tcp", "sockets")  # beside gloo; the last is what the machine allows
 _BYTES_PER_BLOCK = 256 << 20  # calls in a row, so that small ones are measured together
 _MOST_CALLS = 100
@@ -86,6 +90,8 @@ class _Group(HelixGroup):
 
 
 def _endpoint_of(side: str) -> Endpoint:
+    if side.startswith("native"):
+        return NativeEndpoint(SECRET, (TcpRail(HOST),), LinksOptions(shared_memory=side == "native_memory"))
     if side != "tcp_plain":
         return open_endpoint(SECRET, HOST, Reach(transport=side))
     plain = TcpOptions(link=LinkOptions(fault_tolerance=False, eager_bytes=EAGER_BYTES))

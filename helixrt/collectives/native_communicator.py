@@ -88,7 +88,10 @@ class NativeCommunicator:
 
     def begin(self) -> None:
         """End what is left of the last generation, before a rendezvous for the next: from now on `abort` is for that."""
-        self._end(Cause("the group is being configured again"))
+        cause = Cause("the group is being configured again")
+        self._end(cause)
+        if not self._closed:
+            self._links.leave(cause)  # from here on no event of the last generation comes
         with self._lock:
             self._configured, self._failure, self.submitted = False, None, 0
 
