@@ -140,13 +140,14 @@ def is_libuv_lock(left: Resource) -> bool:
 
 def is_of_tokio(left: Resource, pair: set[str] = set()) -> bool:  # noqa: B006, of this process
     """tokio, which is in torchft, makes one pair of sockets per process, for signals. Both stay open here; their inodes follow
-    each other. Of a pair with another process, one end is open here."""
-    if "torchft" in sys.modules and not pair and is_unnamed_stream(left):
+    each other. Of a pair with another process, one end is open here. A pair that is closed later is not tokio's."""
+    if "torchft" in sys.modules and is_like_tokios(left):
         inode = int(left.target[len("socket:[") : -1])
-        twins = {f"socket:[{inode - 1}]", f"socket:[{inode + 1}]"}
-        for one in descriptors():
-            if one.target in twins and is_unnamed_stream(one):
-                pair |= {left.target, one.target}
+        own = {one.target for one in descriptors() if is_like_tokios(one)}
+        if not pair <= own:
+            pair.clear()
+        if not pair and (twins := own & {f"socket:[{inode - 1}]", f"socket:[{inode + 1}]"}):
+            pair |= {left.target, *twins}
     return left.target in pair
 
 
@@ -158,11 +159,12 @@ def descriptors() -> Resources:
     return found
 
 
-def is_unnamed_stream(one: Resource) -> bool:
+def is_like_tokios(one: Resource) -> bool:
+    """A stream without a name that does not block."""
     if one.kind == "descriptor" and one.target.startswith("socket:"):
         with suppress(OSError), socket.socket(fileno=os.dup(one.number)) as end:
             stream = (end.family, end.type) == (socket.AF_UNIX, socket.SOCK_STREAM)
-            return stream and end.getsockname() == "" == end.getpeername()
+            return stream and end.getsockname() == "" == end.getpeername() and not os.get_blocking(end.fileno())
     return False
 
 
