@@ -86,6 +86,18 @@ def test_second_pair():
     kept.append(as_tokio_makes())
 
 @pytest.fixture(scope="module")
+def other():
+    program = "import os, subprocess, sys\\nfor line in sys.stdin:\\n    ended = subprocess.Popen(['true'])\\n" \
+        "    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)\\n    print(flush=True)"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process
+
+def test_zombie_of_another_process(other):
+    other.stdin.write(b"\\n")
+    other.stdin.flush()
+    assert other.stdout.readline()
+
+@pytest.fixture(scope="module")
 def closes():
     process = subprocess.Popen(SLEEP)
     yield
