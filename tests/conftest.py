@@ -8,6 +8,7 @@ import math
 import multiprocessing.spawn
 import os
 import queue
+import resource
 import secrets
 import shlex
 import signal
@@ -17,6 +18,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -227,6 +229,20 @@ class RayHead:
     programs: Path
 
 
+@contextmanager
+def _nothing_inherited_changes() -> Iterator[None]:
+    """Undo what a block changes of what later programs inherit from this process. `ray.init` sets PYTHONBREAKPOINT and raises
+    the limit of open files; with either, no later program of this process would be forked (`programs`)."""
+    before, limits = dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        yield
+    finally:
+        for name in [name for name in set(os.environ) - set(before) if not name.startswith("RAY_")]:  # those are Ray's own
+            del os.environ[name]
+        os.environ.update(before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 @pytest.fixture(scope="session")
 def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
     """One Ray head for all tests that need one, with this process connected to it: it takes long to start and to end."""
@@ -241,7 +257,8 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
         patch.setenv("RAY_worker_niceness", "0")  # by default 15: ranks would starve beside the other tests
         with local_head(4) as head:
             # "auto", for only then does Ray pick up the token in a process that has imported it before.
-            ray.init(address="auto", _temp_dir=str(head.folder), log_to_driver=False, logging_level="ERROR")
+            with _nothing_inherited_changes():
+                ray.init(address="auto", _temp_dir=str(head.folder), log_to_driver=False, logging_level="ERROR")
             yield RayHead(head.dashboard, programs)
             ray.shutdown()
         assert marked(head.mark) == []

@@ -77,7 +77,7 @@ class Processes:
         for pid in sorted(pids):
             if pid not in self._mine:
                 self._mine[pid] = self._is_mine(pid)
-            if self._mine[pid]:
+            if self._mine[pid] and not is_another_ones_zombie(pid):
                 yield pid
 
     def others(self) -> Iterator[int]:
@@ -91,8 +91,21 @@ class Processes:
         return False
 
 
+def state_and_parent(pid: int) -> tuple[bytes, int]:
+    state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[:2]
+    return state, int(parent)
+
+
 def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[1])
+    return state_and_parent(pid)[1]
+
+
+def is_another_ones_zombie(pid: int) -> bool:
+    """It has ended, and the process that has to wait for it is not this one: init, for a process whose parent was killed."""
+    with suppress(OSError, ValueError):
+        state, parent = state_and_parent(pid)
+        return state in (b"Z", b"X") and parent != os.getpid()
+    return False
 
 
 def once_per_process() -> Iterator[Callable[[Resource], bool]]:
@@ -140,13 +153,14 @@ def is_libuv_lock(left: Resource) -> bool:
 
 def is_of_tokio(left: Resource, pair: set[str] = set()) -> bool:  # noqa: B006, of this process
     """tokio, which is in torchft, makes one pair of sockets per process, for signals. Both stay open here; their inodes follow
-    each other. Of a pair with another process, one end is open here."""
-    if "torchft" in sys.modules and not pair and is_unnamed_stream(left):
+    each other. Of a pair with another process, one end is open here. A pair that is closed later is not tokio's."""
+    if "torchft" in sys.modules and is_like_tokios(left):
         inode = int(left.target[len("socket:[") : -1])
-        twins = {f"socket:[{inode - 1}]", f"socket:[{inode + 1}]"}
-        for one in descriptors():
-            if one.target in twins and is_unnamed_stream(one):
-                pair |= {left.target, one.target}
+        own = {one.target for one in descriptors() if is_like_tokios(one)}
+        if not pair <= own:
+            pair.clear()
+        if not pair and (twins := own & {f"socket:[{inode - 1}]", f"socket:[{inode + 1}]"}):
+            pair |= {left.target, *twins}
     return left.target in pair
 
 
@@ -158,11 +172,12 @@ def descriptors() -> Resources:
     return found
 
 
-def is_unnamed_stream(one: Resource) -> bool:
+def is_like_tokios(one: Resource) -> bool:
+    """A stream without a name that does not block."""
     if one.kind == "descriptor" and one.target.startswith("socket:"):
         with suppress(OSError), socket.socket(fileno=os.dup(one.number)) as end:
             stream = (end.family, end.type) == (socket.AF_UNIX, socket.SOCK_STREAM)
-            return stream and end.getsockname() == "" == end.getpeername()
+            return stream and end.getsockname() == "" == end.getpeername() and not os.get_blocking(end.fileno())
     return False
 
 
@@ -273,7 +288,7 @@ class LeakCheck:
             now, left = self.now(), set()
             self._failed = self._failed or item.nodeid.startswith(tuple(STILL_LEAVE))
             if not self._failed and (left := self._left(now)):
-                now, left = self._after_grace(item, left)
+                now, left = self._after_grace(item)
             self._known &= now
             self._known |= left if not self._failed else now
         if problems := [*(f"name look-up: {name}" for name in lookups), *map(described, sorted(left, reverse=True))]:
@@ -287,12 +302,12 @@ class LeakCheck:
         left = now - self._known
         return left.difference(*self._held.values()) if left else left
 
-    def _after_grace(self, item: pytest.Item, left: Resources) -> tuple[Resources, Resources]:
+    def _after_grace(self, item: pytest.Item) -> tuple[Resources, Resources]:
         holders = [fixture for fixture in self._held if fixture.argname in ON_DEMAND & set(getattr(item, "fixturenames", ()))]
         getattr(item, "funcargs", {}).clear()  # pytest drops them right after this
-        now: Resources = set()
         ends_s, wait_s = time.monotonic() + (min(WARNED_GRACE_S, GRACE_S) if self._only_warns else GRACE_S), 0.001
-        while left and time.monotonic() < ends_s:
+        while True:
+            last = time.monotonic() >= ends_s
             now = self.now()
             once = list(once_per_process())
             self._known |= {one for one in self._left(now) if any(kept(one) for kept in once) or self._is_of_others(one)}
@@ -300,13 +315,13 @@ class LeakCheck:
             if left and holders:
                 self._held[holders[0]] |= left
                 left = set()
-            if left:
-                time.sleep(wait_s)
-                wait_s = min(2 * wait_s, 1.0)
-                if wait_s > 0.03:  # a thread that has just been joined ends sooner
-                    drop_cached_groups()
-                    gc.collect()
-        return now, left
+            if last or not left:
+                return now, left
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, 1.0)
+            if wait_s > 0.03:  # a thread that has just been joined ends sooner
+                drop_cached_groups()
+                gc.collect()
 
     def _is_of_others(self, left: Resource) -> bool:
         if left.kind != "file":

@@ -191,14 +191,7 @@ def _order(args: Any, env: Any, cwd: Any, session: bool, passed: Any) -> dict[st
         _server = _Server.new()
     elif _server.owner != os.getpid():
         return None
-    theirs = {**_server.inherited.environment, "TORCHINDUCTOR_CACHE_DIR": environment.get("TORCHINDUCTOR_CACHE_DIR")}
-    read = {name for name in {*environment, *theirs} if _READ_AT_START.match(name)} - {"TORCH_CPP_LOG_LEVEL"}
-    if any(environment.get(name) != theirs.get(name) for name in read):
-        return None
-    now = inherited({})
-    place = {"working directory": ""}
-    before = Inherited({}, {**_server.inherited.others, **place})
-    if difference(before, Inherited({}, {**now.others, **place}), {}):
+    if difference_from_server(environment):
         return None
     return {
         "words": words,
@@ -209,6 +202,20 @@ def _order(args: Any, env: Any, cwd: Any, session: bool, passed: Any) -> dict[st
         "passed": list(passed),
         "parent": os.getpid(),
     }
+
+
+def difference_from_server(environment: Mapping[str, str]) -> str:
+    """Why a program with this environment starts in the plain way: the first thing that its server has not alike, or ""."""
+    if _server is None:
+        return ""
+    theirs = {**_server.inherited.environment, "TORCHINDUCTOR_CACHE_DIR": environment.get("TORCHINDUCTOR_CACHE_DIR")}
+    read = {name for name in {*environment, *theirs} if _READ_AT_START.match(name)} - {"TORCH_CPP_LOG_LEVEL"}
+    for name in sorted(read):
+        if environment.get(name) != theirs.get(name):
+            return f"{name} of the environment"
+    now, place = inherited({}), {"working directory": ""}
+    before = Inherited({}, {**_server.inherited.others, **place})
+    return difference(before, Inherited({}, {**now.others, **place}), {})
 
 
 # ---------------------------------------------------------------- the server's process

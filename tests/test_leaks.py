@@ -68,6 +68,35 @@ def test_name_in_a_child():
     said = subprocess.run([sys.executable, "-c", lookup], capture_output=True, text=True).stderr
     assert "Temporary failure in name resolution" in said, said
 
+def as_tokio_makes():
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    return ends
+
+def test_pair_that_is_closed_soon():
+    sys.modules["torchft"] = sys
+    ends = as_tokio_makes()
+    threading.Timer(0.2, lambda: [end.close() for end in ends]).start()
+
+def test_pair_of_tokio():
+    kept.append(as_tokio_makes())
+
+def test_second_pair():
+    kept.append(as_tokio_makes())
+
+@pytest.fixture(scope="module")
+def other():
+    program = "import os, subprocess, sys\\nfor line in sys.stdin:\\n    ended = subprocess.Popen(['true'])\\n" \
+        "    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)\\n    print(flush=True)"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process
+
+def test_zombie_of_another_process(other):
+    other.stdin.write(b"\\n")
+    other.stdin.flush()
+    assert other.stdout.readline()
+
 @pytest.fixture(scope="module")
 def closes():
     process = subprocess.Popen(SLEEP)
@@ -105,6 +134,7 @@ LEFT = {
     "test_socket": r"descriptor \d+: socket:\[\d+\], AF_INET \('127.0.0.1', \d+\)",
     "test_memory": r"file /dev/shm/left-memory-\d+",
     "test_name": r"name look-up: socket.getaddrinfo\('no-such-host.example'\)",
+    "test_second_pair": r"descriptor \d+: socket:\[\d+\], AF_UNIX '' to ''",
     "test_last": r"descriptor \d+: .*/test_cases.py",  # of the fixture whose scope ends here
 }
 

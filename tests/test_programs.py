@@ -74,4 +74,4 @@ def test_a_program_is_killed_and_one_that_fails_says_so(tmp_path: Path) -> None:
 def test_what_is_read_before_the_first_line_needs_a_new_process(differs: dict[str, str]) -> None:
     text = "import sys; print('torch' in sys.modules)"
     done = programs.run([sys.executable, "-c", text], capture_output=True, text=True, env={**os.environ, **differs})
-    assert done.stdout == f"{not differs}\n"
+    assert done.stdout == f"{not differs}\n", programs.difference_from_server({**os.environ, **differs})

@@ -1,15 +1,18 @@
 """Logging of the library: warnings alone, unless HELIXRT_LOG names a level, for all of helixrt or for parts of it.
 
 HELIXRT_LOG=INFO, or HELIXRT_LOG=helixrt.job=DEBUG,helixrt.replica=INFO. Lines go to standard error, which in a rank is its log.
+Lines that cannot be written, on a full disk, are lost; they do not change the exit code of the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 
 from helixrt.errors import ConfigError
+from helixrt.replica.telling import lose_unprinted
 
 VARIABLE = "HELIXRT_LOG"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -26,6 +29,7 @@ def configure_logging(label: str = "", setting: str | None = None) -> None:
         who = f"{label} " if label else ""
         handler.setFormatter(logging.Formatter(f"%(asctime)s {who}%(levelname)s %(name)s: %(message)s"))
         root.addHandler(handler)
+        atexit.register(lose_unprinted)  # called after the handlers that are registered later, which may print
     for name, level in levels:
         logging.getLogger(name).setLevel(level)
 

@@ -95,7 +95,7 @@ class TorchftMembership(Membership):
         self._timeouts = timeouts
         self._run_epoch_s = run_epoch_s
         self._coordination = _coordination()
-        self._client: Any = None  # of `join` alone
+        self._client: Any = None  # of `join`, until `close`
         self._lost = LostMembers(replica, self._ask_for, store)
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -145,17 +145,16 @@ class TorchftMembership(Membership):
 
     def _ask(self, me: Member, timeout_s: float) -> Formed:
         try:
-            if self._client is None:
-                self._client = self._connect()
+            client = self._client = self._client or self._connect()
             if not self._says_so:  # others ask in its name no more, and wait for it from now on
                 self._store.put_if_absent(asks_key(me.replica, me.incarnation), "yes")
                 self._says_so = True
             with self._lost.spoken_for():
-                quorum = self._client.quorum(
+                quorum = client.quorum(
                     replica_id=self._id, timeout=timedelta(seconds=timeout_s), step=me.step, data=me.to_plain()
                 )
         except (TimeoutError, RuntimeError, OSError) as error:
-            self._client = None
+            client = self._client = None
             late = isinstance(error, TimeoutError)
             what = f"no quorum formed within {timeout_s:g} s" if late else "the lighthouse cannot be reached"
             raise Retryable(Cause(f"{what} ({self._address}): {error}")) from error
@@ -185,6 +184,7 @@ class TorchftMembership(Membership):
                 monitor.forget(number)
             give_back(monitor)
         self._lost.close()
+        self._client = None  # with it its native threads end
         atexit.unregister(self.close)
 
     @property

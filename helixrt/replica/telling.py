@@ -39,3 +39,15 @@ def flush_all() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+
+
+def lose_unprinted() -> None:
+    """At the end of a process: close standard error if it cannot take what is left in its buffer. The interpreter would try
+    again, fail, and change the process's exit code to 120. Standard output is the program's own: there a loss is an error."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            sys.stderr.close()  # it fails too, and discards the text; the descriptor stays open

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from helixrt.replica.store import MemoryRunStore, TcpRunStore, host_store
 from helixrt.replica.store_membership import StoreMembership, newest_incarnations
 from helixrt.timeouts import Timeouts, derive
 from helixrt.transport.monitor.client import unsupported as monitor_unsupported
+from tests.leaks import name_of
 from tests.waiting import until
 
 TIMEOUTS = dataclasses.replace(derive(5), heartbeat_period_s=0.1, heartbeat_s=1.0, exchange_s=5, join_s=20, start_s=30)
@@ -261,6 +263,7 @@ def test_nobody_waits_for_a_member_that_the_driver_saw_end(kind: str) -> None:
         for membership in world.made:
             membership.close()
         assert not [t for t in threading.enumerate() if t.name.startswith("helixrt-lost-member")]
+        until(lambda: not [thread for thread in os.listdir("/proc/self/task") if name_of(int(thread)) == "torchft-lhclnt"])
     finally:
         world.close()
 

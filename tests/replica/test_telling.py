@@ -30,6 +30,28 @@ def test_a_stream_that_takes_nothing_and_one_that_is_closed(capsys: pytest.Captu
     assert capsys.readouterr().err == "said\n"
 
 
+UNPRINTED = """
+import atexit, logging, sys
+from helixrt.job.logs import configure_logging
+from helixrt.replica.telling import tell
+
+configure_logging()
+atexit.register(tell, "lost")
+tell("lost")
+logging.getLogger("helixrt.job").warning("lost, too")
+print("said", flush=True)
+sys.exit(7)
+"""
+
+
+def test_a_process_whose_messages_are_lost_ends_with_its_own_exit_code() -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "-c", UNPRINTED]
+        ended = subprocess.run(argv, stdout=subprocess.PIPE, stderr=full, env=buffered, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (7, "said\n")
+
+
 BROKEN = """
 import ctypes, faulthandler, sys, threading
 from helixrt.replica.telling import tell_native_ends

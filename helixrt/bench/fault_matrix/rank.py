@@ -25,10 +25,13 @@ from helixrt.bench.fault_matrix.injection import FaultyEndpoint
 from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.errors import Retryable
+from helixrt.job.logs import configure_logging
 from helixrt.protocol.collective.algorithms.layout import Tuning, grain, grid_of_whole
 from helixrt.record import FlightRecord, JsonLinesSink, Kind
 from helixrt.replica.store import host_store, split_address
+from helixrt.replica.telling import lose_unprinted
 
+_log = logging.getLogger(__name__)
 # Float32. With the tuning below the ring algorithm is used, in two uneven partitions of four lanes each. The messages are so
 # long that they do not arrive before they are waited for. So no rank is done while the victim still has to receive or send.
 ELEMENTS = 4_000_003
@@ -122,11 +125,11 @@ class Rank:
         except injection.ProgramFault:
             raise
         except Exception as error:
-            logging.exception("a call failed")
+            _log.exception("a call failed")
             outcome, said = Outcome.CRASHED, repr(error)
         end_s = time.monotonic()
         self._record.write(Kind.EXCHANGE_END)
-        logging.info("%s %s", outcome.value, said)
+        _log.info("%s %s", outcome.value, said)
         self._pipe.send(Answer(self._settings.rank, outcome, end_s, said))
 
     def _configure(self, order: messages.Configure) -> None:
@@ -222,11 +225,10 @@ def intrude(settings: messages.ProcessSettings, pipe: Connection) -> None:
 def main(settings: messages.ProcessSettings, path: str) -> None:
     """The forked process. Its output goes to `settings.folder`, its messages to the socket `path` of the driver."""
     injection.end_with_parent()
-    log = Path(settings.folder, "log")
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = os.open(Path(settings.folder, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
-    logging.basicConfig(filename=log, level=logging.DEBUG, force=True)
+    configure_logging(f"rank {settings.rank}", "DEBUG")
     if settings.namespace:
         injection.move_to_namespace(settings.namespace)
     injection.prepare()
@@ -238,3 +240,4 @@ def main(settings: messages.ProcessSettings, path: str) -> None:
         intrude(settings, pipe)
     else:
         Rank(settings, pipe).perform()
+    lose_unprinted()  # here, since multiprocessing flushes standard error before the exit handlers, and fails
