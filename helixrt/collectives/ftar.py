@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from helixrt.collectives.endpoints import communicator_over
 from helixrt.collectives.deadline import Deadline
+from helixrt.collectives.endpoints import communicator_over
 from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.handle import End
 from helixrt.collectives.memory import flat

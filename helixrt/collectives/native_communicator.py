@@ -1,11 +1,11 @@
 """A rank's communicator over the native data plane: collectives on flat tensors, one generation after another.
 
-In: plans, tensors, and peers' addresses. Out: handles of operations, and the cause that ended a generation. The library carries out
-plans; here is what has to be done once for each call and once for each failure. The interface is that of
+In: plans, tensors, and peers' addresses. Out: handles of operations, and the cause that ended a generation. The library carries
+out plans; this module does what is done once for each call and once for each failure. The interface is that of
 `communicator.Communicator`.
 
-An operation's end is known in one of three ways: its caller waits for it; the links' thread reads the event that announces it; or
-the generation is over. Whoever takes its handle out of `_handles` completes it, so it is completed once.
+An operation's end is known in one of three ways: its caller waits for it; the links' thread reads the event that announces
+it; or the generation is over. The thread that takes its handle out of `_handles` completes it, so it is completed once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from helixrt.collectives.huge_pages import HugePages
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.native.engine import EngineEvent
-from helixrt.native.library import End as NativeEnd
 from helixrt.native.library import Dtype, EventKind, Operator, Status
+from helixrt.native.library import End as NativeEnd
 from helixrt.protocol import calls
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.protocol.collective.plan import Plan

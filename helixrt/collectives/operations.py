@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from helixrt.collectives.communicator import Communicator
-from helixrt.collectives.native_communicator import NativeCommunicator
 from helixrt.collectives.execution import Wire
 from helixrt.collectives.handle import Handle, finished
 from helixrt.collectives.memory import lies_at, overlap
+from helixrt.collectives.native_communicator import NativeCommunicator
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.collectives.staged_operation import StagedOperation
 from helixrt.collectives.staging import Staging
