@@ -35,6 +35,7 @@ from helixrt.replica.store import split_address
 from helixrt.replica.store_membership import StoreMembership
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct
 from helixrt.transport.auto import pack_addresses, unpack_addresses
+from helixrt.transport.choice import AUTO, NATIVE
 
 _PATIENCE_S = 3600.0  # of a collective, and of a stage with another one: a rank that has gone breaks it at once, and the
 # controller ends one that hangs, which knows what may take longer (`session.busy`)
@@ -113,6 +114,8 @@ def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int, device:
         return None
     transport = context.config.transport if context.config.exchange == "ftar" else TransportConfig()
     towards = replace(reach(transport, context.replica, timeouts), hang_s=timeouts.start_s)
+    if towards.transport == NATIVE:  # it loses a peer that is stopped, and has no tensors on devices
+        towards = replace(towards, transport=AUTO)
     deadline = Deadline(timeouts.start_s)
     prefix = f"stages/{context.life}/{number}/{mesh.members('pp')[0]}"
     secret, made = context.spec.secret.encode(), ExitStack()

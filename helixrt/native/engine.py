@@ -206,7 +206,7 @@ class Engine:
         number = int(self._call(self._library.hx_submit, ctypes.byref(call)))
         if number >= 0:
             self._generation().operations[number] = kept
-        del held.operations[mark]
+        held.operations.pop(mark, None)  # the generation may have ended meanwhile
         check(number, f"begin an operation with {source_bytes} and {out_bytes} bytes")
         if len(held.operations) >= self._sweep_at:
             self._sweep(held)

@@ -132,7 +132,7 @@ def test_rails_that_are_left_and_that_return_are_in_the_flight_record() -> None:
         two.close()
     left = [event.detail for event in record.events() if event.kind is Recorded.RAIL_LEFT]
     back = [event.detail for event in record.events() if event.kind is Recorded.RAIL_BACK]
-    assert sorted((e["peer"], e["rail"], e["usable"]) for e in left) == [(0, 0, 1), (1, 0, 1)]
+    assert sorted((e["peer"], e["rail"], e["usable"]) for e in left) == [(0, 0, 1), (1, 0, 1)], left
     assert sorted((e["peer"], e["rail"], e["usable"]) for e in back) == [(0, 0, 2), (1, 0, 2)]
 
 

@@ -15,7 +15,7 @@ enum class Event : i32 {
   RECEIVED = 3,  // message (op, a) of `peer` is whole
   ENDED = 4,     // the generation is over: End `a`; `peer` caused it or -1; text: the cause
   RESTORE = 5,   // connect rail `a` to `peer` again, as connection number `b`: answer with rail_up or rail_down
-  RAIL_LEFT = 6,  // rail `a` to `peer` is not used any more, `b` others are; text: why
+  RAIL_LEFT = 6,  // rail `a` to `peer` is not used any more, `b` others are; `op`: Failure, or -1 for slow; text: why
   RAIL_BACK = 7,  // rail `a` to `peer` carries traffic again, as one of `b`
   HOPPED = 11,    // new messages to `peer` go on rail `b` instead of `a`; text: reason and RTTs in seconds
   PROBED = 12,    // rail `a` to `peer` was measured; text: the RTT in seconds

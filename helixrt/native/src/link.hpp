@@ -86,7 +86,7 @@ class Link final : private Stream::Frames {
   void serve(Rail& rail);
   void probe(Rail& rail);
   void recover();
-  void left(Rail& rail, std::string_view reason);
+  void left(Rail& rail, i64 failure, std::string_view reason);
   void pause(Rail& rail);
   bool draining(const Rail& rail);
   Rail* carrier(bool room);

@@ -75,10 +75,10 @@ void Link::fail(Rail& r, Failure failure, std::string_view reason) {
   r.stream.reset();
   r.state = Rail::DOWN, r.failure = failure, r.reason = reason, r.failures += !over_, failed_ = now_;
   resuming_ = false;  // it may have been on this rail
-  if (over_) return;
+  if (over_ || closed_) return;
   prompt_ = true, said_floor_ = said_taken_ = 0;
   pause(r);
-  if (served || !r.left) left(r, reason);
+  if (served || !r.left) left(r, i64(failure), reason);
   if (failure == Failure::PROGRAM) lost(reason);
 }
 
@@ -88,9 +88,9 @@ void Link::pause(Rail& r) {  // a rail that fails again and again is used less a
   r.rest = std::min(options_.longest_rest, r.rest ? 2 * r.rest : options_.rest);
 }
 
-void Link::left(Rail& r, std::string_view reason) {
+void Link::left(Rail& r, i64 failure, std::string_view reason) {
   if (std::exchange(r.left, true)) return;
-  owner_.note({Event::RAIL_LEFT, peer_, 0, number(r), usable(), std::string(reason)});
+  owner_.note({Event::RAIL_LEFT, peer_, failure, number(r), usable(), std::string(reason)});
 }
 
 void Link::rail_slow(int rail, i64 now) {
@@ -98,7 +98,7 @@ void Link::rail_slow(int rail, i64 now) {
   Rail& r = rails_[rail];
   if (over_ || !r.usable() || usable() < 2) return;
   r.state = Rail::LEAVING, r.due = NEVER;
-  left(r, "it is slow");
+  left(r, -1, "it is slow");
 }
 
 bool Link::draining(const Rail& r) {

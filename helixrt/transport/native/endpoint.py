@@ -21,8 +21,10 @@ from contextlib import suppress
 from helixrt.errors import Cause, Retryable
 from helixrt.native.engine import EngineEvent
 from helixrt.native.library import EventKind
+from helixrt.native.library import Failure as NativeFailure
+from helixrt.protocol.link.messages import Failure, RailBack, RailLeft
 from helixrt.record import FlightRecord
-from helixrt.record import Kind as Recorded
+from helixrt.transport import path_history
 from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAborted, Received, Refused, Sent, Sink
 from helixrt.transport.forking import disown_in_children
 from helixrt.transport.native.causes import parse_cause
@@ -45,6 +47,7 @@ class NativeEndpoint(Endpoint):
     ) -> None:
         options = options or LinksOptions()
         self._record = record
+        self._last_rails: dict[int, EngineEvent] = {}  # the last rail to a peer was left, and none is back
         self._events: deque[EngineEvent] = deque()  # filled by the thread of the links
         self._heard: Callable[[EngineEvent], None] = self._queue  # who gets the events
         self._peers: frozenset[int] = frozenset()
@@ -84,10 +87,16 @@ class NativeEndpoint(Endpoint):
         if self._record is None:
             return
         if event.kind is EventKind.RAIL_LEFT:
-            rail = {"rail": event.a, "failure": None, "reason": event.text, "usable": event.b}
-            self._record.write(Recorded.RAIL_LEFT, peer=event.peer, **rail)
+            if event.b:
+                path_history.write(self._record, event.peer, _left(event))
+            else:  # the peer may have ended: that is no rail that was left
+                self._last_rails[event.peer] = event
         elif event.kind is EventKind.RAIL_BACK:
-            self._record.write(Recorded.RAIL_BACK, peer=event.peer, rail=event.a, usable=event.b)
+            if (last := self._last_rails.pop(event.peer, None)) is not None:
+                path_history.write(self._record, event.peer, _left(last))
+            path_history.write(self._record, event.peer, RailBack(event.a, event.b))
+        elif event.kind is EventKind.ENDED:
+            self._last_rails.clear()
 
     @property
     def links(self) -> Links:
@@ -236,3 +245,8 @@ class NativeEndpoint(Endpoint):
         if said is None and (peer < 0 or text.startswith(f"lost rank {peer}:")):
             return Lost(peer if peer >= 0 else min(self._peers), cause)
         return PeerAborted(peer, cause)
+
+
+def _left(event: EngineEvent) -> RailLeft:
+    failure = None if event.op < 0 else Failure[NativeFailure(event.op).name]
+    return RailLeft(event.a, failure, event.text, event.b)
