@@ -58,7 +58,7 @@ TORCH_TESTS := tests/test_private_api.py tests/test_compile*.py tests/test_dynam
 	tests/job/test_captured*.py tests/job/test_checkpoint*.py tests/job/test_durable_state.py tests/job/test_export.py \
 	tests/job/test_hosts.py tests/ray_cluster/test_placement.py
 
-.PHONY: help train test test-system test-slow test-smoke test-torch lab lint docs bench doctor wheel clean distclean
+.PHONY: help train test test-system test-slow test-smoke test-torch lab native lint docs bench doctor wheel clean distclean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -96,6 +96,10 @@ $(SYSTEM): | $(BIN)/python
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends iproute2; \
 	else echo "no iproute2, and no root or apt to install it: tests with network namespaces will be skipped"; fi
+	@if command -v c++ >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends g++; \
+	else echo "no C++ compiler, and no root or apt to install it: tests of the native data plane will fail"; fi
 	@touch $@
 
 # Only the slow tests need these.
@@ -122,14 +126,18 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not (gpu or slow or $(SYSTEM_TESTS))" $(ARGS)
 
-test-system: $(INSTALLED) $(SYSTEM) $(DATA)/.installed lab
+test-system: $(INSTALLED) $(SYSTEM) $(DATA)/.installed lab native
 	$(PYTEST) -m "($(SYSTEM_TESTS)) and not gpu and not slow" $(ARGS)
 
-test-slow: $(INSTALLED) $(SYSTEM) $(SLURM) lab
+test-slow: $(INSTALLED) $(SYSTEM) $(SLURM) lab native
 	$(PYTEST) -m "slow and not gpu" $(ARGS)
 
 lab: $(INSTALLED) $(SYSTEM)
 	@$(BIN)/helixrt lab setup || echo "no lab: tests that need RDMA devices will be skipped"
+
+# The data plane's library, compiled into the user's cache before tests need it.
+native: $(INSTALLED) $(SYSTEM)
+	$(BIN)/python -m helixrt.native.build
 
 test-smoke: $(TORCH_VENV)/.smoke
 	$(TORCH_VENV)/bin/pytest $(PARALLEL) -m "smoke and not gpu" $(SMOKE_TESTS) $(ARGS)

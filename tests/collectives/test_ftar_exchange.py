@@ -27,11 +27,12 @@ class TestTcp(ExchangeConformance):
     kind = "tcp"
 
 
+@pytest.mark.system
 class TestNative(ExchangeConformance):
     kind = "native"
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shared_memory", "native"])
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory", pytest.param("native", marks=pytest.mark.system)])
 def test_an_abort_while_a_member_that_announced_itself_does_not_connect(store_address: str, transport: str) -> None:
     """Its process lives, its endpoint listens, and it never begins."""
     ghost, exchange = open_endpoint(SECRET, "127.0.0.1", Reach(transport=transport)), make_exchange(transport, DEADLINE_S)

@@ -19,7 +19,10 @@ import torch
 from helixrt.triton_kernels.oracle import BITWISE, OPERATORS, Op, reduced
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine (c++, or CXX)")
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine (c++, or CXX)"),
+]
 
 SOURCES = Path(__file__).parents[2] / "helixrt" / "native" / "src"
 SETS = ("base", "avx2", "avx512", "lanes64")  # the last: the loops of AVX-512 without its instructions

@@ -28,6 +28,8 @@ from tests.transport.conformance import MIB, EndpointConformance, StopConformanc
 from tests.transport.native_worlds import connections, over_memory, over_tcp, over_two_rails, shut
 from tests.transport.worlds import LIMIT_S, SECRET, Inbox, Make, Message, Process, World
 
+pytestmark = pytest.mark.system  # they need the compiled library
+
 MAKES = {"tcp": over_tcp, "two rails": over_two_rails, "memory": over_memory}
 every_way = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 

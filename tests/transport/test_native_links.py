@@ -30,6 +30,8 @@ from tests.transport.conformance import MIB
 from tests.transport.native_worlds import over_memory, over_tcp
 from tests.transport.worlds import LIMIT_S, SECRET, Attempt, Make, Message, World
 
+pytestmark = pytest.mark.system  # they need the compiled library
+
 HEARTBEAT_S = 0.2
 PROTOCOL = 7  # of handshakes without an engine
 

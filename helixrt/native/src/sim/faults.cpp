@@ -141,6 +141,7 @@ void World::strike_pair(const Fault& fault, Rank& rank) {
     case Count::SLOW:
       if (struck.newest < 0) return;
       for (int side = 0; side < 2; side++) network_.end(struck.newest, side).delay *= 30;
+      slowed_ = true;
       rank.core->rail_slow(fault.peer, fault.rail);
       return turn(rank);
     case Count::BLACK_HOLE:  // nothing comes any more, and nobody learns; another rail shows that the peer lives
@@ -187,6 +188,6 @@ bool World::allowed(const Rank& rank, const Report& ended) const {
   if (end == hx::End::ABORTED) return fatal_ == Count::ABORT && struck_;
   if (end == hx::End::DEADLINE) return fatal_ == Count::DEADLINE;
   if (end == hx::End::MISMATCH) return fatal_ == Count::MISMATCH;
-  return struck_;
+  return struck_ || slowed_;
 }
 }  // namespace hx::sim

@@ -132,6 +132,7 @@ class World {
   std::vector<Fault> faults_;
   Count fatal_ = Count::NONE;  // the fault that may end the generation
   bool struck_ = false;        // it has come about
+  bool slowed_ = false;  // a rail's delay may now be longer than the period of liveness
   bool refuses_ = false;       // attempts to restore a rail fail now and then
 };
 }  // namespace hx::sim

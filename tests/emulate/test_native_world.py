@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from helixrt.native.simulation import ALL_FAULTS, SOURCES, SURVIVED, Failed, Simulation, build
+from helixrt.emulate.native_world import ALL_FAULTS, SOURCES, SURVIVED, Failed, Simulation, build
+
+pytestmark = pytest.mark.system  # they need the compiled library
 
 SHORT, LONG, MUTATED = 3_000, 200_000, 20_000
 RULES = (  # what must have come about, else the schedules show nothing of it
@@ -84,7 +86,7 @@ def test_a_seed_repeats(world: Simulation) -> None:
 
 def test_a_failure_names_its_seed(objects: Path, tmp_path: Path) -> None:
     with Simulation(build(objects, mutated(tmp_path, *MUTATIONS["the carry of an element is dropped"]))) as world:
-        with pytest.raises(Failed, match=r"helixrt\.native\.simulation --seed \d+\nrank \d.*a wrong result") as found:
+        with pytest.raises(Failed, match=r"helixrt\.emulate\.native_world --seed \d+\nrank \d.*a wrong result") as found:
             world.many(0, MUTATED, 2)
         seed = int(str(found.value).split("--seed ")[1].split()[0])
         with pytest.raises(Failed) as again:

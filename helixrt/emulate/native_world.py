@@ -4,7 +4,7 @@ In: seeds, and the kinds of fault that may happen. Out: how often each fault cam
 the seed that failed, with what is wrong, the last events and the state of all ranks. The world is C++ (`src/sim/`), compiled
 here with the core's sources into a library of its own, with short fragments, so that thousands of schedules take seconds.
 
-    python -m helixrt.native.simulation --first 0 --count 10000     # or --seed N to see one
+    python -m helixrt.emulate.native_world --first 0 --count 10000     # or --seed N to see one
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from pathlib import Path
 
 import numpy as np
 
+from helixrt import native
 from helixrt.native.flat import flatten
 from helixrt.protocol.collective.algorithms import choice, direct
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.protocol.collective.plan import Plan, Receive, Region, Send, Space
 
-SOURCES = Path(__file__).with_name("src")
+SOURCES = Path(native.__file__).with_name("src")
 FRAGMENT_BYTES = 256
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-pthread", "-fvisibility=hidden")
 COMPILE_S = 600.0
@@ -325,7 +326,7 @@ class Simulation:
         if self.library.hx_sim_run(self._catalogue, seed, self.bits(faults), counts, why, len(why)):
             chosen = "" if tuple(faults) == ALL_FAULTS else f" --faults {','.join(faults)}"
             raise Failed(
-                f"replay: python -m helixrt.native.simulation --seed {seed}{chosen}\n{why.value.decode(errors='replace')}"
+                f"replay: python -m helixrt.emulate.native_world --seed {seed}{chosen}\n{why.value.decode(errors='replace')}"
             )
         return dict(zip(self.names, counts, strict=True))
 
@@ -341,7 +342,7 @@ class Simulation:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m helixrt.native.simulation", description="Run the data plane in a simulated world."
+        prog="python -m helixrt.emulate.native_world", description="Run the data plane in a simulated world."
     )
     parser.add_argument("--seed", type=int, help="run this seed alone")
     parser.add_argument("--first", type=int, default=0)
