@@ -29,6 +29,7 @@ from helixrt.job.warm_up import chosen_start
 from helixrt.private_api import check_version
 from helixrt.timeouts import derive
 from helixrt.transport.auto import TRANSPORTS, check_transport
+from helixrt.transport.choice import NATIVE, TCP
 
 EXCHANGES = ("ftar", "gloo")
 CHANNELS = ("endpoint", "gloo")
@@ -127,6 +128,8 @@ def _relations(config: JobConfig) -> Iterator[ConfigError]:
     if transport.hopping == NO_HOPPING and transport.paths > 1:
         choosers = ", ".join(POLICIES[1:])
         yield ConfigError("transport.paths", transport.paths, f"needs transport.hopping, one of {choosers}")
+    if transport.hopping != NO_HOPPING and transport.kind == NATIVE:
+        yield ConfigError("transport.hopping", transport.hopping, f"is not among the settings of {NATIVE} yet; use {TCP}")
     if transport.hopping != NO_HOPPING and not transport.rate_mbit:
         yield ConfigError("transport.rate_mbit", transport.rate_mbit, "must be the rated speed of a path, to hop between paths")
 

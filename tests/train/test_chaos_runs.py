@@ -48,10 +48,11 @@ def check_killed(run: Job, failure: dict[str, Any], replica: int, step: int, mom
 
 
 @pytest.mark.system
-def test_replica_killed_in_a_step_comes_back(make_job: Any, seed: int) -> None:
+@pytest.mark.parametrize("transport", ["auto", "native"])
+def test_replica_killed_in_a_step_comes_back(make_job: Any, seed: int, transport: str) -> None:
     choice = random.Random(seed)
     replica, step = choice.randrange(2), choice.randint(3, 16)
-    run = make_job(kills((replica, step, "exchange_late")), patient=True)
+    run = make_job(kills((replica, step, "exchange_late")), f"transport.kind={transport}", patient=True)
     report = assert_consistent(run, run.run(), lost=[replica])
     check_killed(run, report["failures"][0], replica, step, "exchange_late")
 

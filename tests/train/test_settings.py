@@ -217,6 +217,8 @@ def test_shards_are_refused_with_a_schedule_that_needs_graphs(name: str, root: s
 def test_transport_rules(root: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hopping = ["transport.hopping=hopper", "transport.rate_mbit=1000", "transport.paths=4"]
     validate(load_config([text, root, *hopping, "transport.rails=[lo]", "transport.kind=tcp"]))
+    with pytest.raises(ConfigError, match=r"^transport\.hopping=hopper: is not among the settings of native yet; use tcp"):
+        validate(load_config([text, root, *hopping, "transport.kind=native"]))
     with pytest.raises(ConfigError, match=r"^exchange=gloo: knows no settings of transport"):
         validate(load_config([text, root, *hopping, "exchange=gloo"]))
     monkeypatch.setattr(verbs, "unsupported", lambda: "no port here")
