@@ -150,7 +150,7 @@ def test_addresses_survive_and_garbage_does_not() -> None:
 
 @pytest.mark.parametrize("value", ["", "TCP", "infiniband", "shm"])
 def test_a_transport_that_is_none_is_told_in_one_line(value: str) -> None:
-    with pytest.raises(ConfigError, match=f"^transport={value}: must be one of auto, tcp, shared_memory, verbs$"):
+    with pytest.raises(ConfigError, match=f"^transport={value}: must be one of auto, tcp, shared_memory, verbs, native$"):
         AutoEndpoint(SECRET, transport=value)
 
 
